@@ -1,0 +1,45 @@
+"""What an engine process is started with: one frozen value, made by the settings layer, sent as JSON."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class PoolConfig(msgspec.Struct, frozen=True):
+    """The `mooncake_store` block of `kv_connector_config`, resolved (trtllm-serve names)."""
+
+    pool: str  # file://<manifest> or host:port
+    model_key: str = ""  # "" = the fingerprint's digest
+    role: str = "both"  # both | producer | consumer | capacity
+    segment_size: int = 256 * 1024 * 1024  # bytes of host memory lent to the pool by this rank
+    namespace: str | None = None  # None: the manifest's
+    transfer_batch_size: int = 64  # keys a store call
+    local_hostname: str | None = None
+    run_dir: str | None = None
+    master_timeout: float = 60.0  # seconds to wait for manifest and master at start-up
+    get_timeout: float = 2.0  # seconds after which a read is given up and recomputed
+
+
+class EngineConfig(msgspec.Struct, frozen=True):
+    model: str  # directory with config.json + safetensors, or a .gguf file
+    role: str = "aggregated"  # context | generation | aggregated
+    dtype: str = "auto"  # auto = float32 on CPU
+    tokens_per_block: int = 32
+    num_blocks: int | None = None  # None: from max_tokens or the memory fraction
+    max_tokens: int | None = None  # kv_cache_config.max_tokens
+    free_gpu_memory_fraction: float = 0.9
+    host_kv_bytes: int = 512 * 1024 * 1024  # CPU: size of the KV pool when nothing else fixes it
+    enable_block_reuse: bool = True
+    max_batch_size: int = 64
+    max_num_tokens: int = 512  # tokens a step: prefill chunk + decodes
+    max_seq_len: int | None = None  # None: the model's
+    cpu_threads: int = 0  # torch threads; 0 = all cores
+    handoff_timeout: float = 60.0  # seconds that pages stay pinned for a hand-off nobody fetched (kv_transfer_timeout_ms)
+    fetch_timeout: float = 10.0  # seconds for one whole fetch, then recompute
+    on_handoff_failure: str = "recompute"  # or "fail"
+    transfers: tuple[str, ...] = ("shm", "pool")  # hand-off paths, in order of preference
+    pool: PoolConfig | None = None
+    endpoint: str = ""  # host:port of this worker's HTTP server, put into handles
+    custom_module_dirs: tuple[str, ...] = ()
+    fault_injection: bool = False
+    log_level: str = "info"
