@@ -34,7 +34,7 @@ class EngineConfig(msgspec.Struct, frozen=True):
     max_num_tokens: int = 512  # tokens a step: prefill chunk + decodes
     max_seq_len: int | None = None  # None: the model's
     cpu_threads: int = 0  # torch threads; 0 = all cores
-    handoff_timeout: float = 60.0  # seconds that pages stay pinned for a hand-off nobody fetched (kv_transfer_timeout_ms)
+    handoff_timeout: float = 60.0  # seconds that pages stay pinned unfetched (kv_transfer_timeout_ms)
     fetch_timeout: float = 10.0  # seconds for one whole fetch, then recompute
     on_handoff_failure: str = "recompute"  # or "fail"
     transfers: tuple[str, ...] = ("shm", "pool")  # hand-off paths, in order of preference

@@ -1,10 +1,10 @@
 """The hand-off of one prompt's KV blocks, from the worker that computed them to the worker that decodes.
 
-    offered ──fetch──► fetching ──ack──► done
-       │                  │ ▲
-       │ release          │ └── (a failed fetch acknowledges too: the reader recomputes)
-       ├─────────────────►┴──────────► released
-       └─ deadline ──────────────────► expired
+offered ──fetch──► fetching ──ack──► done
+   │                  │ ▲
+   │ release          │ └── (a failed fetch acknowledges too: the reader recomputes)
+   ├─────────────────►┴──────────► released
+   └─ deadline ──────────────────► expired
 """
 
 from __future__ import annotations
