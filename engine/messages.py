@@ -46,7 +46,8 @@ class Abort(msgspec.Struct, tag="abort"):
 
 class ReleaseHandoff(msgspec.Struct, tag="release"):
     """Drop the pages held for this hand-off, in whatever state it is. Unknown ids are ignored, and so is a release
-    that names another incarnation than this engine's (None = any)."""
+    that names another incarnation than this engine's (None = any). One that names it is the reader's acknowledgement:
+    only the handle tells the incarnation."""
 
     handoff_id: int
     incarnation: str | None = None
@@ -185,10 +186,11 @@ class Events(msgspec.Struct, tag="events", omit_defaults=True):
     snapshot_id: int | None = None
 
 
-class Fatal(msgspec.Struct, tag="fatal"):
-    """The engine cannot go on; the process exits after this."""
+class Fatal(msgspec.Struct, tag="fatal", omit_defaults=True):
+    """The engine cannot go on; the process exits after this. `problems`: those of a SettingsError, if it was one."""
 
     message: str
+    problems: list[tuple[str, str]] = []
 
 
 FromEngine = Ready | Loading | Output | Failed | HandoffFetched | Stats | Events | Fatal

@@ -163,9 +163,14 @@ def split_address(text: str) -> tuple[str, int]:
     host, colon, port = bare.rpartition(":")
     if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ValueError(f"{text!r} is not host:port")
+    if any(character.isspace() or character in "/@?#" for character in host):
+        raise ValueError(f"{text!r} is not host:port")
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
-        ipaddress.IPv6Address(host)
+        try:
+            ipaddress.IPv6Address(host)
+        except ValueError as error:
+            raise ValueError(f"{text!r} is not host:port: {error}") from None
     elif ":" in host:
         raise ValueError(f"{text!r}: an IPv6 address needs brackets, as in [{host}]:{port}")
     return host, int(port)

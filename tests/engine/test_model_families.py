@@ -1,0 +1,196 @@
+"""Small random checkpoints of each supported architecture against transformers, and refusal of what is not computed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from model_rig import load_rig, make_pool
+from safetensors.torch import load_file, save_file
+
+from engine.checkpoint import open_checkpoint
+from engine.config import EngineConfig
+from engine.models.llama import LlamaShape
+from engine.models.rope import inverse_frequencies
+from engine.runner import Runner, load_model
+from engine.step import Chunk
+from kvstore.errors import SettingsError
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "initializer_range": 0.3,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {"tie_word_embeddings": False}),
+    "llama-biases": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "llama3-rope": ("LlamaConfig", {"rope_parameters": LLAMA3_ROPE}),
+    "linear-rope": ("LlamaConfig", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 100.0}}),
+    "mistral": ("MistralConfig", {"sliding_window": None, "head_dim": 16}),
+    "qwen2": ("Qwen2Config", {"use_sliding_window": False}),
+    "qwen3": ("Qwen3Config", {"head_dim": 16, "tie_word_embeddings": True, "use_sliding_window": False}),
+    "one-kv-head": ("LlamaConfig", {"num_key_value_heads": 1}),
+    "no-gqa": ("LlamaConfig", {"num_key_value_heads": 6}),
+}
+
+
+def save_random(folder: Path, kind: str, options: dict[str, Any], shards: str = "1GB") -> Any:
+    torch.manual_seed(5)
+    torch.set_num_threads(1)
+    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, kind)(**(SMALL | options)))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():  # fresh biases are 0 and norms 1: a mix-up would not show
+            if parameter.ndim == 1:
+                parameter.copy_(torch.randn_like(parameter) * 0.3 + ("norm" in name))
+    model.save_pretrained(folder, max_shard_size=shards)
+    return model.eval()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_and_tokens_match_transformers(tmp_path: Path, family: str) -> None:
+    model = save_random(tmp_path, *FAMILIES[family])
+    rig = load_rig(str(tmp_path), page=8)
+    prompt = torch.randint(3, 97, (1, 45), generator=torch.Generator().manual_seed(1))
+    ids = [int(token) for token in prompt[0]]
+    with torch.no_grad():
+        logits = model(prompt).logits[0]
+    runner = rig.runner(16)
+    table = [7, 3, 9, 1, 12, 4, 0, 2, 5]
+    torch.testing.assert_close(rig.prefill(runner, ids, table, chunk=13), logits[-1], rtol=1e-4, atol=1e-4)
+    out = model.generate(prompt, max_new_tokens=16, do_sample=False, attention_mask=torch.ones_like(prompt))
+    assert rig.generate(ids, 16) == [int(token) for token in out[0, 45:]]
+
+
+def test_sharded_checkpoint(tmp_path: Path) -> None:
+    save_random(tmp_path / "whole", "LlamaConfig", {})
+    save_random(tmp_path / "parts", "LlamaConfig", {}, shards="60KB")
+    whole, parts = load_rig(str(tmp_path / "whole")), load_rig(str(tmp_path / "parts"))
+    assert len(parts.checkpoint.weight_files) > 1
+    assert parts.generate([5, 6, 7], 12) == whole.generate([5, 6, 7], 12)
+
+
+def test_every_row_wanted_is_given_in_chunk_order(tmp_path: Path) -> None:
+    save_random(tmp_path, "LlamaConfig", {})
+    rig = load_rig(str(tmp_path))
+    runner = rig.runner(8)
+    chunks = [
+        Chunk([5, 6, 7], 0, [0], True),
+        Chunk([8], 0, [1], True),
+        Chunk([9, 10], 0, [2], False),
+        Chunk([11, 12], 0, [3], True),
+    ]
+    together = runner.run(chunks)
+    alone = [runner.run([chunk]) for chunk in chunks]
+    assert alone[2].shape == (0, 97)
+    torch.testing.assert_close(together, torch.cat(alone), rtol=0, atol=1e-5)
+    assert runner.run([]).shape == (0, 97)
+
+
+@pytest.mark.parametrize("chunk", [Chunk([], 0, [0], True), Chunk([1] * 33, 0, [0], True), Chunk([1], 32, [0], True)])
+def test_impossible_chunks_are_refused(tmp_path: Path, chunk: Chunk) -> None:
+    save_random(tmp_path, "LlamaConfig", {})
+    with pytest.raises(ValueError, match="chunk: "):
+        load_rig(str(tmp_path)).runner(4).run([chunk])
+
+
+# ---------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [({"sliding_window": 128}, "sliding_window"), ({"hidden_act": "gelu"}, "hidden_act")],
+)
+def test_unsupported_configurations_are_refused_by_name(change: dict[str, Any], field: str) -> None:
+    with pytest.raises(SettingsError, match=field):
+        LlamaShape.of(SMALL | change)
+
+
+def test_unsupported_rope_is_refused() -> None:
+    with pytest.raises(SettingsError, match=r"yarn.*supported: default, linear, llama3"):
+        inverse_frequencies({"rope_scaling": {"type": "yarn"}}, 8)
+    with pytest.raises(SettingsError, match="partial_rotary_factor"):
+        inverse_frequencies({"partial_rotary_factor": 0.5}, 8)
+
+
+def test_a_window_that_is_switched_off_is_no_window() -> None:
+    assert LlamaShape.of(SMALL | {"sliding_window": 128, "use_sliding_window": False}).layers == 3
+
+
+def edit_weights(folder: Path, change: dict[str, torch.Tensor | None]) -> None:
+    tensors = {**load_file(folder / "model.safetensors"), **change}
+    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model.norm.weight": None}, "no tensor 'model.norm.weight'"),
+        ({"model.norm.weight": torch.ones(47)}, r"\(47,\), not \(48,\)"),
+        ({"model.layers.1.self_attn.k_proj.bias": torch.ones(16)}, "only some of"),
+    ],
+)
+def test_wrong_tensors_are_refused(tmp_path: Path, change: dict[str, torch.Tensor | None], message: str) -> None:
+    save_random(tmp_path, "LlamaConfig", {})
+    edit_weights(tmp_path, change)
+    with pytest.raises(SettingsError, match=message):
+        load_rig(str(tmp_path))
+
+
+def test_broken_weight_file_is_refused(tmp_path: Path) -> None:
+    save_random(tmp_path, "LlamaConfig", {})
+    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 64)
+    with pytest.raises(SettingsError, match=r"model\.safetensors cannot be read"):
+        load_rig(str(tmp_path))
+
+
+def test_unknown_dtype_is_refused(tmp_path: Path) -> None:
+    save_random(tmp_path, "LlamaConfig", {})
+    with pytest.raises(SettingsError, match=r"int4.*allowed: auto, float32"):
+        load_model(EngineConfig(model=str(tmp_path), dtype="int4", cpu_threads=1))
+
+
+def test_progress_ends_at_one(tmp_path: Path) -> None:
+    save_random(tmp_path, "LlamaConfig", {})
+    seen: list[tuple[str, float]] = []
+    model = load_model(EngineConfig(model=str(tmp_path), cpu_threads=1), lambda stage, done: seen.append((stage, done)))
+    assert seen[0] == ("weights", 0.0) and seen[-1] == ("weights", 1.0)
+    assert [done for _, done in seen] == sorted(done for _, done in seen)
+    assert model.vocab_size == 97
+
+
+def test_bfloat16_runs_close_to_float32(tmp_path: Path) -> None:
+    save_random(tmp_path, "LlamaConfig", {"initializer_range": 0.05})
+    checkpoint = open_checkpoint(str(tmp_path))
+    logits = {}
+    for dtype in ("float32", "bfloat16"):
+        config = EngineConfig(model=str(tmp_path), dtype=dtype, cpu_threads=1)
+        pool = make_pool(checkpoint, 4, dtype=getattr(torch, dtype))
+        logits[dtype] = Runner(config, checkpoint, pool).run([Chunk([5, 6, 7, 8], 0, [2], True)])
+    assert logits["bfloat16"].dtype == torch.float32
+    torch.testing.assert_close(logits["bfloat16"], logits["float32"], rtol=0.1, atol=0.1)
+
+
+def test_fixture_has_the_config_it_says(tmp_path: Path) -> None:
+    """Guards the comparisons above: a configuration class may drop an option that it does not know."""
+    save_random(tmp_path, *FAMILIES["llama-biases"])
+    assert json.loads((tmp_path / "config.json").read_text())["attention_bias"] is True
+    assert "model.layers.0.mlp.down_proj.bias" in load_file(tmp_path / "model.safetensors")
