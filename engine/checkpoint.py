@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from engine import gguf_file
+from engine.models.llama_shape import with_defaults
 from engine.models.registry import model_factory
 from kvstore.errors import SettingsError
 
@@ -82,7 +83,7 @@ class Checkpoint:
     @property
     def kv_shape(self) -> KvShape:
         heads = int(self._required("num_attention_heads"))
-        head_dim = self.config.get("head_dim") or int(self._required("hidden_size")) // heads
+        head_dim = with_defaults(self.config).get("head_dim") or int(self._required("hidden_size")) // heads
         kv_heads = self.config.get("num_key_value_heads") or heads
         return KvShape(int(self._required("num_hidden_layers")), int(kv_heads), int(head_dim))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import os
@@ -103,7 +104,7 @@ class _Channel(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's transports are no subclass
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's transports are no subclass
 
     def data_received(self, data: bytes) -> None:
         try:
@@ -241,7 +242,8 @@ class EngineClient:
         try:
             await asyncio.wait_for(self._exited(process), timeout)
         except TimeoutError:
-            process.kill()
+            with contextlib.suppress(ProcessLookupError):  # it ended meanwhile
+                process.kill()
             await self._exited(process)
         finally:
             if self._transport is not None:
@@ -314,6 +316,7 @@ class EngineClient:
             case Fatal():
                 self._fatal = message
                 log.error("engine %d: %s", self.pid, message.message)
+                self._died()
 
 
 def _error_of(failed: Failed) -> ServingError:

@@ -24,6 +24,8 @@ class EngineConfig(msgspec.Struct, frozen=True):
     model: str  # directory with config.json + safetensors, or a .gguf file
     role: str = "aggregated"  # context | generation | aggregated
     dtype: str = "auto"  # auto = float32 on CPU
+    weight_dtype: str = "auto"  # auto = dtype; int8 = weights rounded to 8 bits (CPU)
+    tp_size: int = 1  # ranks that share one model
     tokens_per_block: int = 32
     num_blocks: int | None = None  # None: from max_tokens or the memory fraction
     max_tokens: int | None = None  # kv_cache_config.max_tokens

@@ -125,12 +125,13 @@ class EngineLoop:
     # ------------------------------------------------------------ the loop
 
     def run(self) -> None:
-        """Until Shutdown or the end of the channel."""
-        try:
-            while not self._ended:
-                self.turn()
-        finally:
-            self.exchange.close(_CLOSE_TIMEOUT)
+        """Until Shutdown or the end of the channel; `close` is the caller's."""
+        while not self._ended:
+            self.turn()
+
+    def close(self) -> None:
+        """End the transfer threads, with a limit."""
+        self.exchange.close(_CLOSE_TIMEOUT)
 
     def turn(self) -> None:
         """One step, or one wait if there is nothing to compute; then everything that has come in meanwhile."""

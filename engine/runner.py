@@ -11,7 +11,9 @@ from engine.attention import GATHER_BYTES, StepMeta, fresh_tails
 from engine.checkpoint import Checkpoint, open_checkpoint
 from engine.config import EngineConfig
 from engine.kv_pool import KvPool, dtype_named
+from engine.models.matrix import cpu_form
 from engine.models.registry import Model, load_custom_modules, model_factory
+from engine.parallel import Group
 from engine.step import Chunk
 from engine.weights import Weights
 from kvstore.errors import SettingsError
@@ -29,7 +31,10 @@ def compute_dtype(config: EngineConfig) -> torch.dtype:
 
 
 def load_model(
-    config: EngineConfig, progress: Progress = lambda stage, done: None, checkpoint: Checkpoint | None = None
+    config: EngineConfig,
+    progress: Progress = lambda stage, done: None,
+    checkpoint: Checkpoint | None = None,
+    group: Group | None = None,
 ) -> Model:
     """The model of `config`, weights in memory. Runs the custom modules first. SettingsError if it cannot be."""
     load_custom_modules(config.custom_module_dirs)
@@ -38,7 +43,8 @@ def load_model(
     factory = model_factory(checkpoint.config)
     set_threads(config)
     progress("weights", 0.0)
-    with torch.inference_mode(), Weights(checkpoint, lambda done: progress("weights", done)) as weights:
+    form = cpu_form(config.weight_dtype)
+    with torch.inference_mode(), Weights(checkpoint, lambda done: progress("weights", done), form, group) as weights:
         model = factory(checkpoint.config, weights, compute_dtype(config))
     progress("weights", 1.0)
     return model

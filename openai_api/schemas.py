@@ -163,6 +163,10 @@ def _check_together(request: SamplingFields) -> None:
 def _check_chat(request: ChatCompletionRequest) -> None:
     if request.top_logprobs is not None and not request.logprobs:
         raise InvalidRequest("top_logprobs: only allowed with logprobs: true", param="top_logprobs")
+    for place, message in enumerate(request.messages):
+        if message.content is None and message.role != "assistant":
+            param = f"messages[{place}].content"
+            raise InvalidRequest(f"{param}: missing, but required for role {message.role!r}", param=param)
     if request.tools and request.tool_choice != "none":
         raise _refused("tools", f"{len(request.tools)} tools", 'leave it out, or tool_choice: "none"')
     if not request.tools and request.tool_choice not in (None, "none", "auto"):

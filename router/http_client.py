@@ -218,9 +218,9 @@ class Connection(asyncio.Protocol):
         if self._head:
             data = self._head + data
         end = data.find(b"\r\n\r\n")
+        if max(end, len(data) if end < 0 else 0) > MAX_HEAD_BYTES:
+            raise ChunkError(f"head of more than {MAX_HEAD_BYTES} bytes")
         if end < 0:
-            if len(data) > MAX_HEAD_BYTES:
-                raise ChunkError(f"head of more than {MAX_HEAD_BYTES} bytes")
             self._head = data
             return b""
         head, rest = data[:end], data[end + 4 :]

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -15,7 +13,6 @@ if TYPE_CHECKING:
     from router.config import DisaggConfig
 
 _LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace", "internal_error", "verbose")
-_WILDCARDS = ("0.0.0.0", "::", "")
 
 
 @click.command("disaggregated")
@@ -120,47 +117,28 @@ def _run(config: DisaggConfig, options: RouterOptions, report_addr: str | None, 
 
     import uvloop
 
+    from kvstore.errors import SettingsError
     from kvstore.protocol import join_address
     from router.app import Router
     from router.server import serve
+    from trtllm_serve.binding import CannotBind, bind, bound_port, write_report
 
-    listener = bind(config.hostname, config.port)
-    port = listener.getsockname()[1]
+    try:
+        listener = bind(config.hostname, config.port)
+    except CannotBind as error:
+        raise SettingsError([("hostname", str(error))]) from None
+    port = bound_port(listener)
 
     def started() -> None:
         logging.getLogger("trtllm_serve").info("router listens on http://%s", join_address(config.hostname, port))
         if report_addr is not None:
-            write_report(Path(report_addr), config.hostname, port)
+            write_report(report_addr, config.hostname, port)
 
     async def main() -> int:
         return await serve(Router(config, options), listener, started, start_timeout)
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner, listener:
         return runner.run(main())
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A listening socket. SettingsError when the address cannot be had."""
-    from kvstore.errors import SettingsError
-    from kvstore.protocol import join_address
-
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        listener = socket.create_server(address[:2], family=family, backlog=2048)
-    except OSError as error:
-        raise SettingsError([("hostname", f"cannot listen on {join_address(host, port)}: {error}")]) from None
-    listener.setblocking(False)
-    return listener
-
-
-def write_report(path: Path, host: str, port: int) -> None:
-    """`host:port` and a line end, in one step: a reader sees nothing or all. A wildcard host becomes this machine's."""
-    from kvstore.protocol import join_address
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    half = path.with_name(f".{path.name}.{os.getpid()}")
-    half.write_text(join_address(socket.gethostname() if host in _WILDCARDS else host, port) + "\n")
-    half.replace(path)
 
 
 def _process_id() -> int:

@@ -38,6 +38,8 @@ KEEP_ALIVE_S = 75
 
 EXIT_ENGINE_DIED = 1
 
+_ENGINE_END_S = 10.0
+
 
 class WorkerServer:
     """One worker process. `run` returns its exit code. Times in seconds.
@@ -66,7 +68,7 @@ class WorkerServer:
                 try:
                     await self._serve(engine)
                 finally:
-                    await engine.close()
+                    await engine.close(timeout=_ENGINE_END_S if self._grace else 0)
         if self._signal is not None:
             return 128 + self._signal
         return EXIT_ENGINE_DIED

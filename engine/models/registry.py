@@ -41,7 +41,17 @@ def _llama_family(config: Mapping[str, Any], weights: Weights, dtype: torch.dtyp
 
 
 _FACTORIES: dict[str, ModelFactory] = dict.fromkeys(
-    ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"), _llama_family
+    (
+        "LlamaForCausalLM",
+        "MistralForCausalLM",
+        "MixtralForCausalLM",
+        "Phi3ForCausalLM",
+        "Qwen2ForCausalLM",
+        "Qwen3ForCausalLM",
+        "Qwen3MoeForCausalLM",
+        "SmolLM3ForCausalLM",
+    ),
+    _llama_family,
 )
 
 

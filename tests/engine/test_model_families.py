@@ -40,11 +40,31 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 8.0,
+    "beta_slow": 1.0,
+}
+MOE: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "use_sliding_window": False}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {"tie_word_embeddings": False}),
     "llama-biases": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
     "llama3-rope": ("LlamaConfig", {"rope_parameters": LLAMA3_ROPE}),
     "linear-rope": ("LlamaConfig", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 100.0}}),
+    "dynamic-rope": ("LlamaConfig", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 100.0}}),
+    "yarn-rope": ("LlamaConfig", {"rope_parameters": YARN_ROPE}),
+    "yarn-mscale": ("LlamaConfig", {"rope_parameters": YARN_ROPE | {"mscale": 1.0, "mscale_all_dim": 0.7}}),
+    "yarn-unrounded": ("LlamaConfig", {"rope_parameters": YARN_ROPE | {"truncate": False, "attention_factor": 1.3}}),
+    "smollm3": ("SmolLM3Config", {"num_hidden_layers": 5, "no_rope_layer_interval": 2, "pad_token_id": 0}),
+    "smollm3-named": ("SmolLM3Config", {"no_rope_layers": [1, 0, 1], "pad_token_id": 0, "tie_word_embeddings": False}),
+    "phi3": ("Phi3Config", {"pad_token_id": 0, "sliding_window": None}),
+    "phi3-partial": ("Phi3Config", {"pad_token_id": 0, "hidden_size": 96, "partial_rotary_factor": 0.75}),
+    "qwen3-moe": ("Qwen3MoeConfig", MOE | {"mlp_only_layers": [1], "norm_topk_prob": True, "moe_intermediate_size": 40}),
+    "qwen3-moe-plain": ("Qwen3MoeConfig", MOE | {"decoder_sparse_step": 2, "moe_intermediate_size": 40}),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
     "mistral": ("MistralConfig", {"sliding_window": None, "head_dim": 16}),
     "qwen2": ("Qwen2Config", {"use_sliding_window": False}),
     "qwen3": ("Qwen3Config", {"head_dim": 16, "tie_word_embeddings": True, "use_sliding_window": False}),
@@ -125,10 +145,8 @@ def test_unsupported_configurations_are_refused_by_name(change: dict[str, Any], 
 
 
 def test_unsupported_rope_is_refused() -> None:
-    with pytest.raises(SettingsError, match=r"yarn.*supported: default, linear, llama3"):
-        inverse_frequencies({"rope_scaling": {"type": "yarn"}}, 8)
-    with pytest.raises(SettingsError, match="partial_rotary_factor"):
-        inverse_frequencies({"partial_rotary_factor": 0.5}, 8)
+    with pytest.raises(SettingsError, match=r"longrope.*supported: default, dynamic, factors, linear, llama3, yarn"):
+        inverse_frequencies({"rope_scaling": {"type": "longrope"}}, 8)
 
 
 def test_a_window_that_is_switched_off_is_no_window() -> None:

@@ -100,6 +100,7 @@ def test_bad_fields_of_both(fields: dict[str, Any], param: str) -> None:
         ({"model": "m", "messages": [{"content": "x"}]}, "messages[0].role"),
         ({"model": "m", "messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
         ({"model": "m", "messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        ({"model": "m", "messages": [*MESSAGES, {"role": "user"}]}, "messages[1].content"),
         ({"model": "m", "messages": MESSAGES, "logprobs": 3}, "logprobs"),
         ({"model": "m", "messages": MESSAGES, "top_logprobs": 3}, "top_logprobs"),
         ({"model": "m", "messages": MESSAGES, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),

@@ -76,6 +76,18 @@ async def test_refusals(body: dict[str, Any], status: int, code: str, param: str
     assert not engine.submitted
 
 
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("field", ["prompt", "stop", "cache_salt"])
+async def test_lone_surrogates_are_a_bad_request(path: str, field: str) -> None:
+    """JSON can spell half of a UTF-16 pair, which is no text."""
+    body = PATHS[path]("MARK") if field == "prompt" else PATHS[path](**{field: "MARK"})
+    content = json.dumps(body).replace("MARK", "\\ud83d").encode()
+    async with client_of(make_app(says("x"))) as client:
+        response = await client.post(path, content=content)
+    assert response.status_code == 400
+    assert response.json()["error"]["type"] == "invalid_request_error"
+
+
 async def test_context_length_names_the_numbers() -> None:
     response = await post(says("x"), "/v1/completions", completion(prompt=[5] * 2000, max_tokens=49))
     message = response.json()["error"]["message"]

@@ -207,6 +207,7 @@ class Worker:
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
+        self.loop.close()
 
     def _take(self, messages: list[FromEngine]) -> None:
         with self._changed:

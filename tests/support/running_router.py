@@ -7,7 +7,7 @@ import contextlib
 import json
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 import httpx
@@ -85,6 +85,13 @@ async def eventually(condition: Callable[[], bool], timeout: float = 10.0) -> No
     while not condition():
         assert time.monotonic() < deadline, "the condition did not become true in time"
         await asyncio.sleep(0.01)
+
+
+async def eventually_async(condition: Callable[[], Awaitable[bool]], timeout: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout
+    while not await condition():
+        assert time.monotonic() < deadline, "the condition did not become true in time"
+        await asyncio.sleep(0.02)
 
 
 def events_of(text: str) -> list[Any]:

@@ -107,7 +107,7 @@ def test_sigterm_leaves_the_registry_finishes_requests_and_exits_143(cluster: Cl
 
 def test_a_second_signal_cuts_it_short(cluster: Cluster) -> None:
     worker = cluster.worker("hurried", None).start()
-    httpx.put(worker.url + "/debug/delays", json={"step": 5}, timeout=5).raise_for_status()
+    httpx.put(worker.url + "/debug/delays", json={"step": 20}, timeout=5).raise_for_status()
     replies: list[Any] = []
 
     def ask() -> None:
@@ -120,9 +120,10 @@ def test_a_second_signal_cuts_it_short(cluster: Cluster) -> None:
     client.start()
     eventually(lambda: gauges(worker)["requests_total"], 5, "asked")
     worker.signal(signal.SIGINT)
+    eventually(lambda: worker.health() == 503, 1, "told")
     worker.signal(signal.SIGINT)
     assert worker.process is not None
-    assert worker.process.wait(15) == 128 + signal.SIGINT
+    assert worker.process.wait(5) == 128 + signal.SIGINT
     client.join(10)
     assert replies
 

@@ -1,0 +1,1 @@
+"""Triton kernels of the CUDA path. Importing a module of this package needs Triton."""
