@@ -1,10 +1,13 @@
 """What the router costs: CPU a two-hop request, CPU a streamed chunk, added first-token latency.
 
-    python bench/router.py [--runs 3] [--seconds 3] [--workers 2] [--json FILE]
+    python bench/router.py [--runs 3] [--seconds 3] [--workers 2] [--json FILE [--policy kv_cache_aware]]
 
 Builds two C programs into .bin/bench: a worker that costs next to nothing, and a load generator. The router runs as the
 real command on one core, with round_robin; workers and load generator share another core. CPU is the router process's
 own clock, idle to drained; each figure is the median of the runs. `direct` is the same load on a worker itself.
+
+With --json the kv-aware router is measured too, beside every installed peer's cache-aware policy (bench/peers/), and
+the file has kv_aware_cpu_us, best_peer_cpu_us, chunk_cpu_us, long_64k_cpu_ms and added_ttft_p50_us.
 """
 
 from __future__ import annotations
@@ -181,6 +184,16 @@ def disagg_config(port: int, first: int, workers: int) -> dict[str, Any]:
     }
 
 
+def beside_peers(runs: int, seconds: float, policy: str) -> dict[str, Any]:
+    """Figures of the kv-aware router and of the cheapest peer, from one run of both; None where no peer is there."""
+    with tempfile.TemporaryDirectory(prefix="bench-router-") as name:
+        path = Path(name) / "peers.json"
+        argv = [sys.executable, str(HERE / "peers" / "run.py"), "--routers", "cache_aware", "--json", str(path)]
+        subprocess.run([*argv, "--rounds", str(runs), "--seconds", str(seconds)], check=True)
+        found: dict[str, Any] = json.loads(path.read_text())["headline"][f"ours-{policy}"]
+    return found
+
+
 def table(results: dict[str, dict[str, float]]) -> str:
     direct, router = results["direct"], results["router"]
     rows = [("", "direct", "router", "added")]
@@ -199,11 +212,13 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=3.0)
     parser.add_argument("--workers", type=int, default=2, help="of each role")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument("--policy", default="kv_cache_aware", help="of the kv-aware figures")
     arguments = parser.parse_args()
     results = run(arguments.runs, arguments.seconds, arguments.workers)
     print(table(results))
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(results, indent=2) + "\n")
+        figures = results | beside_peers(arguments.runs, arguments.seconds, arguments.policy)
+        arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
     return 0 if results["router"]["cpu_us_per_request"] < TARGET_US else 1
 
 

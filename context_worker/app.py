@@ -20,16 +20,19 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from context_worker.drained import DrainedLists
+from context_worker.followed import FollowedHandoff
 from context_worker.kv_events import EventStream
 from context_worker.metrics import WorkerMetrics
 from context_worker.prefill import Prefill
 from kvstore.errors import InvalidRequest, NotReady, openai_error_body
-from kvstore.protocol import KV_EVENTS_PATH, RELEASE_PATH, SERVER_INFO_PATH, RequestType, ServerInfo
+from kvstore.protocol import FOLLOW_PATH, KV_EVENTS_PATH, RELEASE_PATH, SERVER_INFO_PATH, RequestType, ServerInfo
 from openai_api.endpoint import JsonEndpoint, Scope, header
 from openai_api.engine_port import Engine
 from openai_api.intake import Intake, Job, ModelLimits
 from openai_api.reply import Reply, retry_header
 from openai_api.service import Service
+from openai_api.several import Several
 from openai_api.tokenizer import Tokenizer
 
 RequestHandler = Callable[[Job, Reply], Awaitable[None]]
@@ -44,6 +47,7 @@ class WorkerOptions:
     aliases: tuple[str, ...] = ()  # other names that requests may use
     max_batch_size: int | None = None
     fault_injection: bool = False
+    endpoint: str = ""  # host:port under which other workers reach this one
 
 
 class Worker:
@@ -57,6 +61,7 @@ class Worker:
         self.clock_offset = 0.0
         self.created = int(time.time())
         self.metrics = WorkerMetrics(engine, options.served_name)
+        self.drained = DrainedLists(engine)
         self.service = Service(engine, tokenizer, self.metrics)
         ready = engine.ready
         limits = ModelLimits(ready.max_seq_len, ready.vocab_size, ready.eos_token_ids)
@@ -75,6 +80,7 @@ class Worker:
         await self._serve(scope, await self.intake.chat(body), reply)
 
     async def _serve(self, scope: Scope, job: Job, reply: Reply) -> None:
+        self.drained.arrived(job.request_id, job.received)
         job.return_metrics = header(scope, b"x-trtllm-return-metrics") == "1"
         asked = job.params.request_type or RequestType.CONTEXT_AND_GENERATION
         handler = self.request_types.get(asked)
@@ -84,7 +90,12 @@ class Worker:
                 f"allowed: {', '.join(self.request_types)}",
                 param="disaggregated_params.request_type",
             )
-        await handler(job, reply)
+        if not job.others:
+            await handler(job, reply)
+            return
+        if asked != RequestType.CONTEXT_AND_GENERATION:
+            raise InvalidRequest(f"prompt: {len(job.others) + 1} prompts; {asked} takes one", param="prompt")
+        await Several(self.service, [self.service.generation(each) for each in (job, *job.others)]).answer(reply)
 
     async def models(self, request: Request) -> Response:
         model = {"id": self.options.served_name, "object": "model", "created": self.created, "owned_by": DISTRIBUTION}
@@ -96,6 +107,9 @@ class Worker:
         wanted = _decode(body, _Release)
         self.engine.release_handoff(wanted.disagg_request_id, wanted.incarnation)
         await reply.json(b'{"released":true}')
+
+    async def follow(self, scope: Scope, body: bytes, reply: Reply) -> None:
+        await FollowedHandoff(self.engine, self.stopping, reply).run(_decode(body, _Follow).disagg_request_id)
 
     async def kv_events(self, scope: Scope, body: bytes, reply: Reply) -> None:
         await EventStream(self.engine, self.stopping, reply).run()
@@ -115,10 +129,12 @@ class Worker:
 
     async def server_info(self, request: Request) -> Response:
         ready = self.engine.ready
+        endpoints = [self.options.endpoint] if self.options.endpoint else []
         info = ServerInfo(
-            disaggregated_params={"ctx_dp_rank": None, "ctx_info_endpoint": None},
+            disaggregated_params={"ctx_dp_rank": None, "ctx_info_endpoint": endpoints or None},
             max_batch_size=self.options.max_batch_size,
             tokens_per_block=ready.block_size,
+            kv_cache_hash_algo=ready.kv_cache_hash_algo,
             engine=DISTRIBUTION,
             version=version(),
             role=self.options.role,
@@ -127,11 +143,18 @@ class Worker:
             fingerprint=ready.fingerprint,
             max_seq_len=ready.max_seq_len,
             transfers=ready.transfers,
+            transfer_choice=ready.transfer_choice,
         )
         return json_response(info)
 
     async def iteration_stats(self, request: Request) -> Response:
-        return json_response(self.metrics.iteration_stats())
+        return Response(self.drained.iterations(), media_type="application/json")
+
+    async def perf_metrics(self, request: Request) -> Response:
+        return Response(self.drained.requests(self.clock_offset), media_type="application/json")
+
+    async def cache_events(self, scope: Scope, body: bytes, reply: Reply) -> None:
+        await reply.json(self.drained.cache_events())
 
     async def prometheus(self, request: Request) -> Response:
         return Response(self.metrics.prometheus(), media_type="text/plain; version=0.0.4; charset=utf-8")
@@ -160,8 +183,11 @@ class Worker:
             Route("/version", self.version),
             Route(SERVER_INFO_PATH, self.server_info),
             post(RELEASE_PATH, self.release),
+            post(FOLLOW_PATH, self.follow),
             Route(KV_EVENTS_PATH, JsonEndpoint(self.kv_events), methods=["GET"]),
             Route("/metrics", self.iteration_stats),
+            Route("/perf_metrics", self.perf_metrics),
+            Route("/kv_cache_events", JsonEndpoint(self.cache_events), methods=["POST"]),
             Route("/prometheus/metrics", self.prometheus),
             Route("/steady_clock_offset", self.read_clock),
             post("/steady_clock_offset", self.set_clock),
@@ -174,6 +200,10 @@ class Worker:
 class _Release(msgspec.Struct):
     disagg_request_id: int
     incarnation: str | None = None
+
+
+class _Follow(msgspec.Struct):
+    disagg_request_id: int
 
 
 class _ClockOffset(msgspec.Struct):

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -29,6 +28,9 @@ _COUNTERS = {
     "steps": "Engine steps",
     "generated_tokens": "Tokens sampled here",
     "blocks_evicted": "Reusable KV blocks given to a new owner",
+    "preemptions": "Times that a running choice gave up its KV blocks",
+    "blocks_offloaded": "KV blocks saved to host memory",
+    "blocks_onboarded": "KV blocks brought back from host memory",
     "handoffs_offered": "Hand-offs whose blocks were pinned here",
     "handoffs_done": "Hand-offs acknowledged by their reader",
     "handoffs_released": "Hand-offs dropped before they were fetched",
@@ -44,7 +46,11 @@ _GAUGES = {
     "blocks_used": "KV blocks of running or fetching requests",
     "blocks_reusable": "KV blocks kept as prefix cache, free for new requests",
     "blocks_pinned": "KV blocks held by open hand-offs and unfinished puts",
+    "blocks_quarantined": "KV blocks that a read which was given up may still write to",
     "blocks_free": "KV blocks without content",
+    "host_blocks_total": "KV blocks that host memory has room for",
+    "host_blocks_used": "KV blocks kept in host memory",
+    "requests_paused": "Requests that were preempted and wait to be computed again",
     "requests_running": "Requests in the running batch",
     "requests_waiting": "Requests in the waiting queue",
     "requests_fetching": "Requests whose KV is being fetched",
@@ -59,7 +65,6 @@ class WorkerMetrics:
         self._engine = engine
         self._labels = {"model_name": model_name, "engine_type": _ENGINE_TYPE}
         self._registry = CollectorRegistry(auto_describe=False)
-        self._reported_steps = 0
         labels = list(self._labels)
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
@@ -121,30 +126,6 @@ class WorkerMetrics:
 
     def prometheus(self) -> bytes:
         return generate_latest(self._registry)
-
-    def iteration_stats(self) -> list[dict[str, Any]]:
-        """GET /metrics: the newest iteration if there was one since the last call, else nothing."""
-        stats, ready = self._engine.stats, self._engine.ready
-        if stats.steps == self._reported_steps:
-            return []
-        self._reported_steps = stats.steps
-        return [
-            {
-                "iter": stats.steps,
-                "iterLatencyMS": stats.iter_latency_ms,
-                "numActiveRequests": stats.requests_running + stats.requests_fetching,
-                "numQueuedRequests": stats.requests_waiting,
-                "kvCacheStats": {
-                    "maxNumBlocks": stats.blocks_total,
-                    "freeNumBlocks": stats.blocks_free + stats.blocks_reusable,
-                    "usedNumBlocks": stats.blocks_used + stats.blocks_pinned,
-                    "tokensPerBlock": ready.block_size,
-                    "reusedBlocks": stats.prompt_tokens_local // ready.block_size,
-                    "missedBlocks": stats.prompt_tokens_computed // ready.block_size,
-                    "cacheHitRate": _hit_rate(stats),
-                },
-            }
-        ]
 
 
 class _EngineStats(Collector):

@@ -14,7 +14,7 @@ from kvstore.handoff import Handle
 from kvstore.protocol import MIN_DISAGG_REQUEST_ID, DisaggregatedParams, RequestType, ScheduleStyle
 from openai_api.intake import Job, encode_token_ids
 from openai_api.reply import Reply
-from openai_api.responses import ChoiceResult, ResponseWriter
+from openai_api.responses import ChoiceResult, ResponseWriter, best_of
 from openai_api.service import Generation, Service, timing_headers
 
 NOT_FINISHED = "not_finished"
@@ -38,14 +38,18 @@ class Prefill:
             request_id=job.request_id,
             prompt_ids=job.prompt_ids,
             sampling=job.sampling,
+            priority=job.priority,
             handoff_id=handoff_id,
+            waits_for_reader=job.params.schedule_style == ScheduleStyle.GENERATION_FIRST,
             cache_salt=job.request.cache_salt or "",
         )
         generation = Generation(job, submit, self._service.tokenizer)
         try:
             choices = await self._service.collect(generation)
             handle = generation.handle
-            if handle is not None and generation.finished:
+            if submit.waits_for_reader:
+                handle = None  # its reader has it, and acknowledges it
+            elif handle is not None and generation.finished:
                 self._service.engine.release_handoff(handoff_id)
                 handle = None
             body = self._body(generation, choices, handle, handoff_id)
@@ -57,13 +61,12 @@ class Prefill:
             raise
 
     def _handoff_id(self, params: DisaggregatedParams) -> int:
-        if params.schedule_style == ScheduleStyle.GENERATION_FIRST:
-            raise InvalidRequest(
-                "disaggregated_params.schedule_style: 1 (generation_first) is not supported by this build; "
-                "supported: 0 (context_first)",
-                param="disaggregated_params.schedule_style",
-            )
         asked = params.disagg_request_id
+        if asked is None and params.schedule_style == ScheduleStyle.GENERATION_FIRST:
+            raise InvalidRequest(
+                "disaggregated_params.disagg_request_id: missing, needed with schedule_style 1 (generation_first)",
+                param="disaggregated_params.disagg_request_id",
+            )
         if asked is None:
             return next(self._local_ids)
         if not MIN_DISAGG_REQUEST_ID <= asked < 2**63:
@@ -78,6 +81,8 @@ class Prefill:
     ) -> bytes:
         job = generation.job
         state = None if handle is None else with_finished(handle, choices).encode()
+        if handle is None:  # the answer is complete
+            choices = best_of(choices, job.request.choices)
         for choice in choices:
             choice.finish_reason = choice.finish_reason or NOT_FINISHED
             params = DisaggregatedParams(
@@ -86,10 +91,11 @@ class Prefill:
                 ctx_request_id=handoff_id,
                 disagg_request_id=handoff_id,
                 encoded_opaque_state=state,
-                schedule_style=ScheduleStyle.CONTEXT_FIRST,
+                schedule_style=job.params.schedule_style or ScheduleStyle.CONTEXT_FIRST,
             )
             choice.disaggregated_params = msgspec.to_builtins(params)
         writer = ResponseWriter(job, self._service.tokenizer)
+        writer.prompt_logprobs = generation.prompt_logprobs
         return writer.body(choices, generation.usage, **self._prompt(job))
 
     def _prompt(self, job: Job) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 Rows of a step are packed: the decode rows first (one token of a sequence each), then the prefill chunks. Rows whose
 block counts have the same bit length are decoded together by one gather and one attention call, so that padding at
-most doubles the work of a row. A row's result does not depend on which rows share its call.
+most doubles the work of a row.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ from engine.step import Chunk
 GATHER_BYTES = 2 << 20
 """Keys gathered by one decode call at most: more falls out of the cache before it is read, and costs page faults."""
 
+SEGMENT_ROWS = 64
+"""Rows of a prompt attended to in one call: fewer cost more calls, more read more keys that a row does not see."""
+
 
 @dataclasses.dataclass(slots=True)
 class DecodeGroup:
@@ -27,18 +30,23 @@ class DecodeGroup:
 
     rows: torch.Tensor  # [B] packed row of each
     tables: torch.Tensor  # [B, blocks]; short rows repeat their last block
-    visible: torch.Tensor | None  # [B, 1, 1, blocks * page] bool; None: every slot of every row
+    hidden: torch.Tensor  # [B, 1, 1, blocks * page] float32: 0 where a row sees, -inf elsewhere
+
+
+@dataclasses.dataclass(slots=True)
+class Segment:
+    """Consecutive rows of a chunk that are attended to in one call."""
+
+    rows: slice  # packed rows
+    hidden: torch.Tensor  # [rows, slots] float32: 0 where a row sees, -inf elsewhere
 
 
 @dataclasses.dataclass(slots=True)
 class PrefillChunk:
-    """Packed rows first .. first + count are the last `count` of `length` tokens of one sequence."""
+    """The last tokens of one sequence. Its rows are cut into segments, so that few keys beyond a row are read."""
 
-    first: int
-    count: int
-    length: int
-    table: torch.Tensor  # [blocks of `length` tokens]
-    visible: torch.Tensor | None  # [count, length] bool; None: causal from the sequence's first token
+    segments: list[Segment]
+    table: torch.Tensor  # [blocks of the sequence, with this chunk]
 
 
 @dataclasses.dataclass(slots=True)
@@ -75,10 +83,19 @@ class StepMeta:
             decodes=[_decode_group(group, page) for group in _alike(decodes, page, gather_slots)],
             prefills=[_prefill(first[i], chunks[i], page) for i in order if len(chunks[i].tokens) > 1],
             wanted=torch.tensor(
-                [first[i] + len(chunk.tokens) - 1 for i, chunk in enumerate(chunks) if chunk.wants_logits],
+                [
+                    row
+                    for at, chunk in zip(first, chunks, strict=True)
+                    for row in _wanted(at + len(chunk.tokens), chunk)
+                ],
                 dtype=torch.int64,
             ),
         )
+
+
+def _wanted(end: int, chunk: Chunk) -> range:
+    """The packed rows whose logits a chunk wants; `end` is the row after its last."""
+    return range(end - chunk.logit_rows, end)
 
 
 def _check(chunk: Chunk, page: int) -> None:
@@ -107,20 +124,23 @@ def _decode_group(members: list[tuple[int, Chunk]], page: int) -> DecodeGroup:
     for (_, chunk), length in zip(members, lengths, strict=True):
         own = chunk.block_table[: -(-length // page)]
         tables.append(own + own[-1:] * (blocks - len(own)))
-    visible = None
-    if any(length != blocks * page for length in lengths):
-        visible = (torch.arange(blocks * page) < torch.tensor(lengths)[:, None])[:, None, None]
-    return DecodeGroup(torch.tensor([row for row, _ in members]), torch.tensor(tables), visible)
+    beyond = torch.arange(blocks * page) >= torch.tensor(lengths)[:, None]
+    hidden = torch.zeros(len(lengths), blocks * page).masked_fill_(beyond, float("-inf"))[:, None, None]
+    return DecodeGroup(torch.tensor([row for row, _ in members]), torch.tensor(tables), hidden)
 
 
 def _prefill(first: int, chunk: Chunk, page: int) -> PrefillChunk:
-    count = len(chunk.tokens)
-    length = chunk.start + count
-    visible = None
-    if chunk.start:
-        visible = torch.ones(count, length, dtype=torch.bool).tril(chunk.start)
-    table = torch.tensor(chunk.block_table[: -(-length // page)])
-    return PrefillChunk(first, count, length, table, visible)
+    end = chunk.start + len(chunk.tokens)
+    segments = []
+    at = chunk.start
+    while at < end:
+        to = min(end, at - at % SEGMENT_ROWS + SEGMENT_ROWS)
+        slots = -(-to // page) * page
+        hidden = torch.zeros(to - at, slots)
+        hidden.masked_fill_(torch.arange(slots) > torch.arange(at, to)[:, None], float("-inf"))
+        segments.append(Segment(slice(first + at - chunk.start, first + to - chunk.start), hidden))
+        at = to
+    return PrefillChunk(segments, torch.tensor(chunk.block_table[: -(-end // page)]))
 
 
 def paged_attention(query: torch.Tensor, pool: KvPool, layer: int, meta: StepMeta, scale: float) -> torch.Tensor:
@@ -130,8 +150,7 @@ def paged_attention(query: torch.Tensor, pool: KvPool, layer: int, meta: StepMet
     for group in meta.decodes:
         out[group.rows] = _decode(query[group.rows], keys, values, group, scale)
     for chunk in meta.prefills:
-        rows = slice(chunk.first, chunk.first + chunk.count)
-        out[rows] = _attend_chunk(query[rows], keys, values, chunk, scale)
+        _attend_chunk(query, keys, values, chunk, scale, out)
     return out
 
 
@@ -143,26 +162,36 @@ def _decode(
     # The query heads of one KV head become rows of one product, so that K and V are never repeated.
     folded = query.reshape(batch, kv_heads, heads // kv_heads, dim)
     out = F.scaled_dot_product_attention(
-        folded, _gather(keys, group.tables), _gather(values, group.tables), attn_mask=group.visible, scale=scale
+        folded,
+        _gather(keys, group.tables),
+        _gather(values, group.tables),
+        attn_mask=group.hidden.to(query.dtype),
+        scale=scale,
     )
     return out.reshape(batch, heads, dim)
 
 
 def _attend_chunk(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, chunk: PrefillChunk, scale: float
-) -> torch.Tensor:
-    heads, kv_heads = query.shape[1], keys.shape[2]
-    table = chunk.table[None]
-    out = F.scaled_dot_product_attention(
-        query.transpose(0, 1)[None],
-        _gather(keys, table)[:, :, : chunk.length],
-        _gather(values, table)[:, :, : chunk.length],
-        attn_mask=chunk.visible,
-        is_causal=chunk.visible is None,
-        scale=scale,
-        enable_gqa=heads > kv_heads,
-    )
-    return out[0].transpose(0, 1)
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    chunk: PrefillChunk,
+    scale: float,
+    out: torch.Tensor,
+) -> None:
+    table, grouped = chunk.table[None], query.shape[1] > keys.shape[2]
+    own_keys, own_values = _gather(keys, table), _gather(values, table)
+    for segment in chunk.segments:
+        slots = segment.hidden.shape[1]
+        attended = F.scaled_dot_product_attention(
+            query[segment.rows].transpose(0, 1)[None],
+            own_keys[:, :, :slots],
+            own_values[:, :, :slots],
+            attn_mask=segment.hidden.to(query.dtype),
+            scale=scale,
+            enable_gqa=grouped,
+        )
+        out[segment.rows] = attended[0].transpose(0, 1)
 
 
 def _gather(store: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,7 @@
     free ──allocate──► used ──release──► reusable (it has a key) or free (it has none)
                         ▲                   │
                         └───── acquire ─────┤
-                        └──── allocate ◄────┘ evicted, least recently used first
+                        └──── allocate ◄────┘ evicted (to host memory, if there is such a tier), by priority and age
 
 A block is *used* while a request refers to it, *pinned* while only a hand-off, a fetch or a put does, *reusable* while
 nobody does but its content is findable, and *free* otherwise; the four counts always sum to the total.
@@ -11,9 +11,13 @@ nobody does but its content is findable, and *free* otherwise; the four counts a
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
+from engine.cache_changes import CacheChanges, CacheLog
+from engine.eviction import DEFAULT_PRIORITY, EvictionQueue, Expiries
+from engine.host_tier import Content, HostTier
 from kvstore.protocol import KvEvent
 
 
@@ -29,21 +33,32 @@ class BlockPool:
     waits for a block: `available` minus `reserved` is what new requests may still claim.
     """
 
-    def __init__(self, num_blocks: int, reuse: bool = True, on_new_owner: Callable[[int], None] = _nothing) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        reuse: bool = True,
+        on_new_owner: Callable[[int], None] = _nothing,
+        host: HostTier | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.num_blocks = num_blocks
+        self.reuse = reuse
         self.reserved = 0
         self.evicted = 0
-        self._reuse = reuse
+        self.allocated = 0  # ever
+        self.host = host if reuse else None
+        self.changes = CacheChanges()
         self._on_new_owner = on_new_owner
         self._refs = [0] * num_blocks
         self._pins = [0] * num_blocks
-        self._key_of: list[bytes | None] = [None] * num_blocks
+        self._contents: list[Content | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}
+        self._followers: dict[bytes, dict[int, None]] | None = None
         self._free = deque(range(num_blocks))
-        self._reusable: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._reusable = EvictionQueue()
+        self._expiries = Expiries(clock)
         self._used = 0
         self._pinned = 0
-        self._events: list[KvEvent] = []
 
     def __repr__(self) -> str:
         return (
@@ -71,11 +86,15 @@ class BlockPool:
     def available(self) -> int:
         return len(self._free) + len(self._reusable)
 
+    def report_to(self, log: CacheLog) -> None:
+        """Have every change told to `log` too, with the blocks' tokens."""
+        self.changes.logs.append(log)
+
     # ------------------------------------------------------------ reservation
 
-    def can_reserve(self, new_blocks: int, cached: Sequence[int] = ()) -> bool:
+    def can_reserve(self, new_blocks: int, cached: Iterable[int | None] = ()) -> bool:
         """Whether `new_blocks` can be reserved after the blocks `cached` have been acquired."""
-        revived = sum(block in self._reusable for block in cached)
+        revived = sum(block in self._reusable for block in cached if block is not None)
         return new_blocks + revived <= self.available - self.reserved
 
     def reserve(self, count: int) -> None:
@@ -93,6 +112,7 @@ class BlockPool:
         if count > self.reserved:
             raise RuntimeError(f"allocating {count} blocks beyond the reservation of {self!r}")
         self.reserved -= count
+        self.allocated += count
         blocks = [self._free.popleft() if self._free else self._evict() for _ in range(count)]
         for block in blocks:
             self._refs[block] = 1
@@ -137,45 +157,135 @@ class BlockPool:
 
     def check_writable(self, block: int) -> None:
         """A write to a block that somebody else reads would change that one's answer."""
-        if self._refs[block] != 1 or self._pins[block] or self._key_of[block] is not None:
+        if self._refs[block] != 1 or self._pins[block] or self._contents[block] is not None:
             raise RuntimeError(
                 f"write to block {block} with {self._refs[block]} references, {self._pins[block]} pins, "
-                f"{'a' if self._key_of[block] else 'no'} key"
+                f"{'a' if self._contents[block] else 'no'} key"
             )
 
     # ------------------------------------------------------------ prefix cache
 
-    def match(self, keys: Iterable[bytes]) -> list[int]:
-        """The blocks of the leading keys that are here: a block behind a gap is of no use."""
-        found = []
+    def match(self, keys: Iterable[bytes]) -> list[int | None]:
+        """The blocks of the leading keys that are here, None for those in host memory: a block behind a gap is of no
+        use."""
+        found: list[int | None] = []
+        host = self.host
         for key in keys:
             block = self._block_of.get(key)
-            if block is None:
+            if block is None and (host is None or key not in host):
                 break
             found.append(block)
         return found
 
-    def register(self, block: int, key: bytes) -> bool:
-        """Make a full block findable. False if another block has that key already; this one then stays private."""
-        if not self._reuse or key in self._block_of:
+    def claim(self, keys: Sequence[bytes], found: Sequence[int | None]) -> list[int]:
+        """The blocks that `match` found for `keys`, with one reference more. Those in host memory are brought back into
+        blocks out of the reservation, one each."""
+        self.acquire(block for block in found if block is not None)
+        missing = [key for key, block in zip(keys, found, strict=True) if block is None]
+        if not missing:
+            return [block for block in found if block is not None]
+        assert self.host is not None
+        # Before any allocation, which may evict blocks into the host tier and others out of it.
+        places = iter([self.host.reserve(key) for key in missing])
+        return [self._bring_back(next(places)) if block is None else block for block in found]
+
+    def _bring_back(self, place: int) -> int:
+        assert self.host is not None
+        [block] = self.allocate(1)
+        content = self.host.restore(place, block)
+        self._hold(block, content)
+        self.changes.moved(content, level=0)
+        return block
+
+    def register(
+        self,
+        block: int,
+        key: bytes,
+        parent: bytes = b"",
+        tokens: Sequence[int] = (),
+        priority: int = DEFAULT_PRIORITY,
+        seconds: float | None = None,
+    ) -> bool:
+        """Make a full block findable. False if another block has that key already; this one then stays private.
+        `priority` holds for `seconds`, then it is the default; None = for ever."""
+        if not self.reuse or key in self._block_of:
             return False
-        self._key_of[block] = key
-        self._block_of[key] = block
-        if self._events and not self._events[-1].removed:
-            self._events[-1].stored.append(key)
+        content = Content(key, parent, tokens, priority)
+        self._hold(block, content)
+        if seconds is not None:
+            self._expire()
+            self._expiries.add(block, key, seconds)
+        if self.host is not None and key in self.host:
+            self.host.discard(key)
+            self.changes.moved(content, level=0)
         else:
-            self._events.append(KvEvent(stored=[key]))
+            self.changes.stored(content)
         return True
 
+    def set_priority(self, block: int, priority: int, seconds: float | None = None) -> None:
+        """Of a findable block, when a request that wants it kept for longer or shorter uses it."""
+        content = self._contents[block]
+        if content is None:
+            return
+        if content.priority != priority:
+            old, content.priority = content.priority, priority
+            if block in self._reusable:
+                self._reusable.remove(block)
+                self._reusable.add(block, priority)
+            self.changes.reprioritised(content, old)
+        if seconds is not None:
+            self._expiries.add(block, content.key, seconds)
+
     def resident_keys(self) -> list[bytes]:
-        return list(self._block_of)
+        """Of both tiers."""
+        return list(self._block_of) + (self.host.keys() if self.host is not None else [])
+
+    def snapshot(self) -> KvEvent:
+        """All that is findable, for a reader that knows nothing yet."""
+        host = self.host.keys() if self.host is not None else []
+        return KvEvent(cleared=True, stored=[*self._block_of, *host], moved=host, level=int(bool(host)))
 
     def drain_events(self) -> list[KvEvent]:
-        """Changes since the last call, in order; each event has either stored or removed keys."""
-        events, self._events = self._events, []
-        return events
+        """Changes since the last call, in order; each event is of one kind."""
+        return self.changes.drain()
+
+    # ------------------------------------------------------------ partly matching blocks
+
+    def index_followers(self) -> None:
+        """Keep what `similar` needs. To be called before any block is findable."""
+        self._followers = {}
+
+    def similar(self, parent: bytes, tokens: Sequence[int]) -> tuple[int, int]:
+        """(block, number of leading tokens) of the block behind `parent` that begins with the most of `tokens`;
+        nothing in common is (-1, 0)."""
+        best = (-1, 0)
+        for block in (self._followers or {}).get(parent, ()):
+            content = self._contents[block]
+            assert content is not None
+            common = _common(content.tokens, tokens)
+            if common > best[1]:
+                best = (block, common)
+        return best
 
     # ------------------------------------------------------------ transitions
+
+    def _hold(self, block: int, content: Content) -> None:
+        self._contents[block] = content
+        self._block_of[content.key] = block
+        if self._followers is not None:
+            self._followers.setdefault(content.parent, {})[block] = None
+
+    def _forget(self, block: int) -> Content:
+        content = self._contents[block]
+        assert content is not None
+        self._contents[block] = None
+        del self._block_of[content.key]
+        if self._followers is not None:
+            followers = self._followers[content.parent]
+            del followers[block]
+            if not followers:
+                del self._followers[content.parent]
+        return content
 
     def _become_idle(self, block: int) -> None:
         if self._pins[block]:
@@ -186,26 +296,44 @@ class BlockPool:
     def _leave_idle(self, block: int) -> None:
         if self._pins[block]:
             self._pinned -= 1
-        elif self._key_of[block] is not None:
-            del self._reusable[block]
+        elif self._contents[block] is not None:
+            self._reusable.remove(block)
         else:
             raise RuntimeError(f"block {block} is free and has no content to acquire")
 
     def _park(self, block: int) -> None:
-        if self._key_of[block] is None:
+        content = self._contents[block]
+        if content is None:
             self._free.append(block)
         else:
-            self._reusable[block] = None
+            self._reusable.add(block, content.priority)
+
+    def _expire(self) -> None:
+        for block, key in self._expiries.due():
+            content = self._contents[block]
+            if content is not None and content.key == key:
+                self.set_priority(block, DEFAULT_PRIORITY)
 
     def _evict(self) -> int:
-        block, _ = self._reusable.popitem(last=False)
-        key = self._key_of[block]
-        assert key is not None
-        self._key_of[block] = None
-        del self._block_of[key]
+        self._expire()
+        block = self._reusable.pop()
+        content = self._forget(block)
         self.evicted += 1
-        if self._events and self._events[-1].removed:
-            self._events[-1].removed.append(key)
+        saved, gone = self.host.save(block, content) if self.host is not None else (False, None)
+        if gone is not None:
+            self.changes.removed(gone)
+        if saved:
+            self.changes.moved(content, level=1)
         else:
-            self._events.append(KvEvent(removed=[key]))
+            self.changes.removed(content)
         return block
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    """Number of equal leading tokens."""
+    count = 0
+    for mine, theirs in zip(one, other, strict=False):
+        if mine != theirs:
+            break
+        count += 1
+    return count

@@ -75,5 +75,12 @@ class Channel:
             except OSError:
                 pass
 
+    def shut(self) -> None:
+        """The other side sees the end of the file, and `receive` here too."""
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+
     def close(self) -> None:
         self._socket.close()

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from engine import gguf_file
-from engine.models.llama_shape import with_defaults
+from engine.models.fallback import canonical, kv_sizes
 from engine.models.registry import model_factory
 from kvstore.errors import SettingsError
 
@@ -53,7 +53,7 @@ class Checkpoint:
 
     def __init__(self, path: str, config: dict[str, Any], generation: dict[str, Any], files: list[Path]) -> None:
         self.path = path
-        self.config = config
+        self.config = canonical(config)
         self.generation_config = generation
         self.weight_files = files
 
@@ -82,10 +82,9 @@ class Checkpoint:
 
     @property
     def kv_shape(self) -> KvShape:
-        heads = int(self._required("num_attention_heads"))
-        head_dim = with_defaults(self.config).get("head_dim") or int(self._required("hidden_size")) // heads
-        kv_heads = self.config.get("num_key_value_heads") or heads
-        return KvShape(int(self._required("num_hidden_layers")), int(kv_heads), int(head_dim))
+        for key in ("num_attention_heads", "num_hidden_layers"):
+            self._required(key)
+        return KvShape(*kv_sizes(self.config))
 
     def _required(self, key: str) -> Any:
         if self.config.get(key) is None:

@@ -17,14 +17,20 @@ import msgspec
 
 from engine.channel import FrameError, FrameSplitter, frame
 from engine.config import EngineConfig
+from engine.feeds import Feeds
 from engine.mailbox import Mailbox
 from engine.messages import (
     Abort,
+    Arrival,
     Events,
     Failed,
     Fatal,
+    Feed,
+    FollowHandoff,
     FromEngine,
     HandoffFetched,
+    HandoffProgress,
+    HandoffWanted,
     Loading,
     Output,
     Ready,
@@ -35,8 +41,10 @@ from engine.messages import (
     Stats,
     Submit,
     ToEngine,
+    UnfollowHandoff,
 )
 from kvstore.errors import SERVING_ERRORS, InternalError, NotReady, ServingError, SettingsError
+from kvstore.handoff import Handle
 from kvstore.protocol import KvEvent
 
 log = logging.getLogger(__name__)
@@ -94,6 +102,24 @@ class EventStream(Mailbox[KvEvent]):
             self.put(event)
 
 
+class _Reader(Mailbox[HandoffProgress]):
+    def __init__(self, client: EngineClient, handoff_id: int) -> None:
+        super().__init__()
+        self._client = client
+        self._handoff_id = handoff_id
+
+    def on_leave(self) -> None:
+        if self._client._readers.get(self._handoff_id) is self:
+            del self._client._readers[self._handoff_id]
+            self._client._write(UnfollowHandoff(self._handoff_id))
+
+    def take(self, message: HandoffProgress) -> None:
+        self.put(message)
+        if message.done:
+            del self._client._readers[self._handoff_id]
+            self.end()
+
+
 class _Channel(asyncio.Protocol):
     """Frames in, decoded messages out to the client; its end is the engine's."""
 
@@ -136,6 +162,11 @@ class EngineClient:
         self._streams: dict[str, weakref.ref[OutputStream]] = {}
         self._event_streams: weakref.WeakSet[EventStream] = weakref.WeakSet()
         self._snapshot_ids = itertools.count(1)
+        self._feeds = Feeds()
+        self._readers: dict[int, _Reader] = {}
+        self.on_lease_opened: Callable[[Handle], None] | None = None
+        self.on_lease_closed: Callable[[int], None] | None = None
+        self.on_handoff_wanted: Callable[[HandoffWanted], None] | None = None
 
     @classmethod
     async def start(cls, config: EngineConfig) -> EngineClient:
@@ -203,7 +234,25 @@ class EngineClient:
 
     def release_handoff(self, handoff_id: int, incarnation: str | None = None) -> None:
         """With an incarnation: the reader's acknowledgement. Without: nobody will read the pages."""
+        if self.on_lease_closed is not None:
+            self.on_lease_closed(handoff_id)
         self._write(ReleaseHandoff(handoff_id, incarnation))
+
+    def follow_handoff(self, handoff_id: int) -> Mailbox[HandoffProgress]:
+        """What becomes of a hand-off here, for its reader in a generation worker. One reader each: a second one ends
+        the first. Closing it forgets the reader and nothing else."""
+        if (other := self._readers.pop(handoff_id, None)) is not None:
+            other.end()
+        reader = self._readers[handoff_id] = _Reader(self, handoff_id)
+        if self.alive:
+            self._write(FollowHandoff(handoff_id))
+        else:
+            reader.end()
+        return reader
+
+    def arrive(self, message: Arrival) -> None:
+        """What another worker has told of a hand-off that a request here awaits."""
+        self._write(message)
 
     def set_delays(self, seconds: dict[str, float]) -> None:
         self._write(SetDelays(seconds))
@@ -225,6 +274,10 @@ class EngineClient:
         else:
             stream.end()
         return stream
+
+    def drain(self, feed: str) -> list[bytes]:
+        """The records of a `Feed` since the last call, each JSON; of very many, the newest."""
+        return self._feeds.drain(feed)
 
     def _ask_snapshot(self) -> int:
         snapshot_id = next(self._snapshot_ids)
@@ -265,6 +318,8 @@ class EngineClient:
                 stream.end(InternalError("the engine process has ended"))
         for event_stream in list(self._event_streams):
             event_stream.end()
+        for reader in list(self._readers.values()):
+            reader.end()
 
     def _start_error(self) -> Exception:
         if self._fatal is not None and self._fatal.problems:
@@ -293,6 +348,8 @@ class EngineClient:
     def _handle(self, message: FromEngine) -> None:
         match message:
             case Output():
+                if message.handle is not None and self.on_lease_opened is not None:
+                    self.on_lease_opened(message.handle)
                 if (stream := self._stream(message.request_id)) is not None:
                     stream.take(message)
                     if stream.ended:
@@ -309,6 +366,14 @@ class EngineClient:
             case HandoffFetched():
                 if self.on_handoff_fetched is not None:
                     self.on_handoff_fetched(message)
+            case HandoffProgress():
+                if (reader := self._readers.get(message.handoff_id)) is not None:
+                    reader.take(message)
+            case HandoffWanted():
+                if self.on_handoff_wanted is not None:
+                    self.on_handoff_wanted(message)
+            case Feed():
+                self._feeds.take(message)
             case Ready():
                 self._ready.set_result(message)
             case Loading():
@@ -329,4 +394,7 @@ def _environment(config: EngineConfig) -> dict[str, str]:
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     if config.cpu_threads:
         environment["OMP_NUM_THREADS"] = str(config.cpu_threads)
+    # Threads that wait for the next product spin for microseconds, then sleep: other workers have the cores meanwhile.
+    environment.setdefault("GOMP_SPINCOUNT", "10000")
+    environment.setdefault("KMP_BLOCKTIME", "1")  # ms
     return environment

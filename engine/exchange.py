@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from engine.config import EngineConfig
 from engine.delays import Delays
@@ -11,9 +11,9 @@ from engine.messages import FromEngine, HandoffFetched, Stats
 from engine.offers import Pages
 from engine.scheduler import Scheduler
 from engine.sequence import Phase, Request
-from engine.transfers import Fetcher, FetchJob, Publisher
+from engine.transfers import Fetcher, FetchJob, FetchJobs, Publisher
 from kvstore.handoff import Handle, Handoff, HandoffState, HandoffTable
-from kvstore.transceivers.base import BlockStore
+from kvstore.transceivers.base import BlockStore, Transceiver, Unsettled
 
 _BACKLOG_SHARE = 2  # at most 1/2 of all blocks may be pinned by puts that a slow store has not taken yet
 
@@ -24,6 +24,13 @@ class PutDone:
     def __init__(self, blocks: list[int], stored: int) -> None:
         self.blocks = blocks
         self.stored = stored
+
+
+class Settled:
+    """From a transceiver's thread: a read that was given up can no longer write to these blocks."""
+
+    def __init__(self, blocks: list[int]) -> None:
+        self.blocks = blocks
 
 
 class Exchange:
@@ -38,9 +45,11 @@ class Exchange:
         store: BlockStore | None,
         stats: Stats,
         delays: Delays,
-        post: Callable[[FetchJob | PutDone], None],
+        post: Callable[[FetchJob | PutDone | Settled], None],
         send: Callable[[FromEngine], None],
         clock: Callable[[], float],
+        transceivers: Mapping[str, Transceiver] | None = None,
+        fetcher: FetchJobs | None = None,
     ) -> None:
         role = config.pool.role if config.pool else "capacity"
         timeout = config.pool.get_timeout if config.pool else 0.0
@@ -55,7 +64,12 @@ class Exchange:
         self._handles: dict[str, tuple[Handle, bool]] = {}  # of open imports; whether its blocks have arrived
         self._block_bytes = pages.block_bytes
         self._backlog = 0
-        self._fetcher = Fetcher(config.transfers, pages.block, self._store, timeout, delays, post)
+        self._post = post
+        if fetcher is None:
+            fetcher = Fetcher(config.transfers, pages.block, self._store, timeout, delays, post, transceivers)
+            if config.max_tokens_in_buffer is not None:
+                fetcher.max_batch = max(1, config.max_tokens_in_buffer // config.tokens_per_block)
+        self._fetcher = fetcher
         self._publisher: Publisher | None = None
         if store is not None and config.pool is not None and self.puts:
             self._publisher = Publisher(
@@ -90,33 +104,49 @@ class Exchange:
         if request.handle is not None:
             wanted = capacity.blocks(len(request.prompt_ids)) - first
             if not wanted or not self._imports.begin_fetch(request.id):
-                self._through(request, ok=not wanted)
+                self.through(request, ok=not wanted)
                 return False
         else:
             wanted = (len(request.prompt_ids) - 1) // capacity.block_size - first
-            if wanted < 1 or self._store is None or self._store.state() != "up":
+            if wanted < 1 or request.scores_prompt or self._store is None or self._store.state() != "up":
                 return False
         blocks = self._scheduler.fetch(request, wanted)
         self._scheduler.blocks.pin(blocks)
+        self._start_fetch(request, blocks, first)
+        return True
+
+    def fetch_rest(self, request: Request, blocks: list[int], first: int) -> None:
+        """As `begin`, for an accepted request whose blocks are allocated and pinned."""
+        self._imports.begin_fetch(request.id)
+        self._start_fetch(request, blocks, first)
+
+    def _start_fetch(self, request: Request, blocks: list[int], first: int) -> None:
         request.fetch = FetchJob(
             request_id=request.id,
             blocks=blocks,
-            keys=request.prompt_keys[first : first + wanted],
+            keys=request.prompt_keys[first : first + len(blocks)],
             first=first,
             deadline=time.monotonic() + self._config.fetch_timeout,
             handle=request.handle,
         )
         self._fetcher.start(request.fetch)
-        return True
+
+    def run(self, job: FetchJob) -> None:
+        """A job of another owner, who gets it back from the loop."""
+        self._fetcher.start(job)
+
+    def cancel(self, job: FetchJob) -> None:
+        self._fetcher.cancel(job)
 
     def fetched(self, job: FetchJob, request: Request | None) -> int:
         """The job is over; returns the prompt tokens that it brought. `request` is None if it was aborted meanwhile."""
+        if job.unsettled is not None:
+            self.quarantine(job.blocks, job.unsettled)
         self._scheduler.blocks.unpin(job.blocks)
         if job.handle is not None and job.request_id in self._handles:
             self._handles[job.request_id] = (job.handle, job.satisfied)
             self._imports.acknowledge(job.request_id)
-        for cause in job.failures:
-            self._stats.fetch_failures[cause] = self._stats.fetch_failures.get(cause, 0) + 1
+        self.count(job)
         if request is None:
             return 0
         block_size = self._scheduler.capacity.block_size
@@ -127,6 +157,29 @@ class Exchange:
         self._stats.prompt_tokens_pool += job.by_path["pool"] * block_size
         self._stats.prompt_tokens_remote += tokens - job.by_path["pool"] * block_size
         return tokens
+
+    def count(self, job: FetchJob) -> None:
+        """Failures, and what a job of another owner brought."""
+        for cause in job.failures:
+            self.note_failure(cause)
+        if job.ahead:
+            self._stats.fetch_blocks += job.loaded
+            self._stats.fetch_bytes += job.loaded * self._block_bytes
+            size = self._scheduler.capacity.block_size
+            self._stats.prompt_tokens_pool += job.by_path["pool"] * size
+            self._stats.prompt_tokens_remote += (job.loaded - job.by_path["pool"]) * size
+
+    def note_failure(self, cause: str) -> None:
+        self._stats.fetch_failures[cause] = self._stats.fetch_failures.get(cause, 0) + 1
+
+    def quarantine(self, blocks: list[int], unsettled: Unsettled) -> None:
+        self._scheduler.blocks.pin(blocks)
+        self._stats.blocks_quarantined += len(blocks)
+        unsettled.then(lambda: self._post(Settled(blocks)))
+
+    def settled(self, item: Settled) -> None:
+        self._stats.blocks_quarantined -= len(item.blocks)
+        self._scheduler.blocks.unpin(item.blocks)
 
     def _note_timing(self, job: FetchJob, request: Request) -> None:
         timing = request.timing
@@ -149,7 +202,7 @@ class Exchange:
     def next_deadline(self) -> float | None:
         return self._imports.next_deadline()
 
-    def _through(self, request: Request, ok: bool) -> None:
+    def through(self, request: Request, ok: bool) -> None:
         if request.handle is not None and request.id in self._handles:
             self._handles[request.id] = (request.handle, ok)
             self._imports.acknowledge(request.id)

@@ -131,8 +131,6 @@ def hf_config(file: GgufFile) -> dict[str, Any]:
     arch = meta.get("general.architecture", "")
     if arch not in ARCHITECTURES:
         raise SettingsError([("model", f"{file.path}: GGUF architecture {arch!r}; supported: {sorted(ARCHITECTURES)}")])
-    if "rope_freqs.weight" in file.tensors or meta.get(f"{arch}.rope.scaling.type", "none") != "none":
-        raise SettingsError([("model", f"{file.path}: scaled rotary frequencies in GGUF files are not supported")])
 
     def number(key: str, default: Any = None) -> Any:
         value = meta.get(f"{arch}.{key}", default)
@@ -156,10 +154,7 @@ def hf_config(file: GgufFile) -> dict[str, Any]:
         "head_dim": meta.get(f"{arch}.attention.key_length", hidden // heads),
         "max_position_embeddings": number("context_length"),
         "rms_norm_eps": decimal("attention.layer_norm_rms_epsilon"),
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": decimal("rope.freq_base", 1e4),
-        },
+        "rope_parameters": {"rope_theta": decimal("rope.freq_base", 1e4), **_rotation(file, arch)},
         "hidden_act": "silu",
         "vocab_size": file.tensors["token_embd.weight"].shape[0],
         "tie_word_embeddings": "output.weight" not in file.tensors,
@@ -168,7 +163,30 @@ def hf_config(file: GgufFile) -> dict[str, Any]:
     }
 
 
+def _rotation(file: GgufFile, arch: str) -> dict[str, Any]:
+    """How positions are scaled: one divisor a frequency as a tensor (Llama 3), or a scheme in the metadata."""
+    meta, scaling = file.metadata, f"{arch}.rope.scaling"
+    whole = meta[f"{arch}.embedding_length"] // meta[f"{arch}.attention.head_count"]
+    head_dim = meta.get(f"{arch}.attention.key_length", whole)
+    turned = meta.get(f"{arch}.rope.dimension_count", head_dim)
+    part = {} if turned == head_dim else {"partial_rotary_factor": turned / head_dim}
+    if _ROPE_FACTORS in file.tensors:
+        return {**part, "rope_type": "factors", "factors": [float(each) for each in file.dequantised(_ROPE_FACTORS)]}
+    scheme = meta.get(f"{scaling}.type", "none")
+    if scheme == "none":
+        return {**part, "rope_type": "default"}
+    if scheme not in ("linear", "yarn"):
+        raise SettingsError(
+            [("model", f"{file.path}: {scaling}.type {scheme!r}; supported: none, linear, yarn, rope_freqs.weight")]
+        )
+    found = {**part, "rope_type": scheme, "factor": float(meta[f"{scaling}.factor"])}
+    original = meta.get(f"{scaling}.original_context_length")
+    return found if original is None else {**found, "original_max_position_embeddings": original}
+
+
 # ---------------------------------------------------------------- tensors
+
+_ROPE_FACTORS = "rope_freqs.weight"
 
 _TOP_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -195,6 +213,8 @@ def hf_tensor_names(file: GgufFile) -> dict[str, str]:
     """Hugging Face tensor name to GGUF tensor name. A tensor without a known role is an error."""
     names = {}
     for name in file.tensors:
+        if name == _ROPE_FACTORS:  # part of the configuration
+            continue
         if name in _TOP_NAMES:
             names[_TOP_NAMES[name]] = name
             continue

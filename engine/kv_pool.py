@@ -11,35 +11,45 @@ from collections.abc import Sequence
 
 import torch
 
+from engine.parallel import WHOLE, Part
+
 LAYOUT = "block_nhd"
 """Name of this layout in a Fingerprint."""
 
 
 class KvPool:
-    """Views over `buffer`, which must be writable, hold at least num_blocks * block_bytes, and outlive the pool.
+    """Views over `buffer`, which must be writable, hold at least num_blocks * block_bytes, and outlive the pool. Device
+    memory comes as a uint8 tensor [bytes]. Ranks that share a model have one pool: a block holds the heads of rank 0,
+    then those of rank 1 and so on, each rank's laid out as above, and stays one run of bytes. `part` says whose heads
+    `blocks`, `keys` and `values` show; `kv_heads` counts those of all ranks.
 
     The pool never frees the buffer: drop every reference to the pool before closing an mmap.
     """
 
     def __init__(
         self,
-        buffer: memoryview | mmap.mmap | bytearray,
+        buffer: memoryview | mmap.mmap | bytearray | torch.Tensor,
         num_blocks: int,
         num_layers: int,
         page: int,
         kv_heads: int,
         head_dim: int,
         dtype: torch.dtype,
+        part: Part = WHOLE,
     ) -> None:
         self.num_blocks, self.page, self.dtype = num_blocks, page, dtype
         self.block_bytes = self.bytes_per_block(num_layers, page, kv_heads, head_dim, dtype)
-        self.token_bytes = kv_heads * head_dim * dtype.itemsize
+        self.token_bytes = kv_heads // part.ranks * head_dim * dtype.itemsize
         """Bytes of one token's keys in one layer."""
         needed = num_blocks * self.block_bytes
         if num_blocks < 1 or len(buffer) < needed:
             raise ValueError(f"buffer: {len(buffer)} bytes cannot hold {num_blocks} blocks of {self.block_bytes}")
-        flat = torch.frombuffer(buffer, dtype=dtype, count=needed // dtype.itemsize)
-        self.blocks = flat.view(num_blocks, num_layers, 2, page, kv_heads, head_dim)
+        if isinstance(buffer, torch.Tensor):
+            flat = buffer[:needed].view(dtype)
+        else:
+            flat = torch.frombuffer(buffer, dtype=dtype, count=needed // dtype.itemsize)
+        self._whole = flat.view(num_blocks, part.ranks, num_layers, 2, page, kv_heads // part.ranks, head_dim)
+        self.blocks = self._whole[:, part.rank]
         self.keys = [self.blocks[:, layer, 0] for layer in range(num_layers)]
         self.values = [self.blocks[:, layer, 1] for layer in range(num_layers)]
         """One view a layer: [num_blocks, page, kv_heads, head_dim]."""
@@ -57,12 +67,12 @@ class KvPool:
 
     def copy_block(self, src: int, dst: int) -> None:
         """Copies all layers of block `src` over block `dst` (copy-on-write of a shared, partly filled block)."""
-        self.blocks[dst].copy_(self.blocks[src])
+        self._whole[dst].copy_(self._whole[src])
 
     def clear_tails(self, tails: Sequence[tuple[int, int]]) -> None:
         """Zeroes the slots of each (block, first unused offset) up to the block's end, in all layers."""
         for block, used in tails:
-            self.blocks[block, :, :, used:].zero_()
+            self._whole[block, :, :, :, used:].zero_()
 
     def __repr__(self) -> str:
         _, layers, _, page, heads, dim = self.blocks.shape

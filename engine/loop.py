@@ -10,36 +10,43 @@ import dataclasses
 import logging
 import queue
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from engine.blocks import BlockPool
 from engine.config import EngineConfig
 from engine.delays import Delays
-from engine.exchange import Exchange, PutDone
+from engine.drawing import Drawn, draw
+from engine.exchange import Exchange, PutDone, Settled
+from engine.guided import GuideCompiled, GuideCompiler, GuideError
+from engine.landings import Landings
 from engine.messages import (
     Abort,
+    Arrival,
     Events,
     Failed,
+    FollowHandoff,
     FromEngine,
-    Output,
     ReleaseHandoff,
     SetDelays,
     Shutdown,
     SnapshotEvents,
     Submit,
     ToEngine,
+    UnfollowHandoff,
 )
 from engine.offers import Offers, Pages
 from engine.outbox import Outbox
+from engine.outputs import output_of, start_of
+from engine.readers import Readers
+from engine.rules import rules_of
 from engine.scheduler import Scheduler
-from engine.sequence import Capacity, Choice, ModelFacts, Phase, Request, logprobs_of, open_request, sampled_of
+from engine.sequence import Capacity, Choice, ModelFacts, Phase, Request, open_request, sampled_of
+from engine.statistics import Statistics
 from engine.step import Chunk, Sampled, SampleSpec
-from engine.transfers import FetchJob
-from kvstore.errors import HandoffRefused, InvalidRequest, ServingError
-from kvstore.handoff import StartState
-from kvstore.protocol import KvEvent
-from kvstore.transceivers.base import BlockStore
+from engine.transfers import FetchJob, FetchJobs
+from kvstore.errors import HandoffRefused, InternalError, InvalidRequest, ServingError
+from kvstore.transceivers.base import BlockStore, Transceiver
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +66,8 @@ class Model:
     runner: Runner
     sample: Callable[[Any, Sequence[SampleSpec]], list[Sampled]]
     copy_block: Callable[[int, int], None]  # from, to
+    guides: GuideCompiler | None = None  # None: no guided decoding
+    gpu_memory: Callable[[], int] = lambda: 0  # bytes of device memory in use
 
 
 class PoolStateChanged:
@@ -69,7 +78,7 @@ class ChannelClosed:
     """The HTTP process is gone."""
 
 
-InboxItem = ToEngine | FetchJob | PutDone | PoolStateChanged | ChannelClosed
+InboxItem = ToEngine | FetchJob | PutDone | Settled | GuideCompiled | PoolStateChanged | ChannelClosed
 
 
 class EngineLoop:
@@ -86,6 +95,8 @@ class EngineLoop:
         inbox: queue.SimpleQueue[InboxItem],
         send: Callable[[list[FromEngine]], None],
         clock: Callable[[], float] = time.monotonic,
+        transceivers: Mapping[str, Transceiver] | None = None,
+        fetcher: FetchJobs | None = None,
     ) -> None:
         self._outbox = Outbox(send, clock)
         self._say = self._outbox.say
@@ -93,10 +104,16 @@ class EngineLoop:
         self.delays = Delays(config.fault_injection)
         batch_size = min(config.max_batch_size, config.max_num_tokens)
         self.capacity = Capacity(blocks.num_blocks, config.tokens_per_block, batch_size)
-        self.scheduler = Scheduler(blocks, self.capacity, config.max_num_tokens)
-        self.exchange = Exchange(
-            config, self.scheduler, pages, store, self.stats, self.delays, inbox.put, self._say, clock
+        self.scheduler = Scheduler(
+            blocks, self.capacity, config.max_num_tokens, rules_of(config), copy_block=model.copy_block
         )
+        self._statistics = Statistics(
+            config, self.scheduler, self.stats, model.facts.max_seq_len, model.gpu_memory, clock
+        )
+        self.exchange = Exchange(
+            config, self.scheduler, pages, store, self.stats, self.delays, inbox.put, self._say, clock, transceivers,
+            fetcher,
+        )  # fmt: skip
         self.offers = Offers(
             blocks,
             pages,
@@ -108,6 +125,8 @@ class EngineLoop:
             shares_memory="shm" in config.transfers,
             puts_to_pool=self.exchange.puts,
             clock=clock,
+            transceivers=(transceivers or {}).values(),
+            identity=model.facts.identity,
         )
         self._config = config
         self._model = model
@@ -116,6 +135,11 @@ class EngineLoop:
         self._incarnation = incarnation
         self._inbox = inbox
         self._clock = clock
+        self.readers = Readers(self.scheduler, self.offers, self._say, config.handoff_timeout, clock)
+        self.landings = Landings(
+            self.scheduler, self.exchange, model.facts, config.fetch_timeout, self._say,
+            self._start, self._fail, self._restart,
+        )  # fmt: skip
         self._requests: dict[str, Request] = {}
         self._ended = False
 
@@ -130,17 +154,23 @@ class EngineLoop:
             self.turn()
 
     def close(self) -> None:
-        """End the transfer threads, with a limit."""
+        """End the threads, with a limit."""
         self.exchange.close(_CLOSE_TIMEOUT)
+        if self._model.guides is not None:
+            self._model.guides.close(_CLOSE_TIMEOUT)
 
     def turn(self) -> None:
         """One step, or one wait if there is nothing to compute; then everything that has come in meanwhile."""
         if self.scheduler.busy:
             self._dawdle("step")
             self._dawdle("prefill_chunk")
-            self._step()
+            self.step()
         else:
-            self._wait_for_item(self._seconds_to_deadline())
+            self._wait_for_item(self.seconds_to_deadline())
+        self.catch_up()
+
+    def catch_up(self) -> None:
+        """Between two steps: what has come in meanwhile, whom there is room for, and what is to be said."""
         self._receive()
         self._admit()
         self._flush(pausing=not self.scheduler.busy)
@@ -153,49 +183,55 @@ class EngineLoop:
                 break
         self.offers.table.expire()
         self.exchange.expire()
+        for request in self.readers.expire():
+            self._fail(request, HandoffRefused(f"no generation worker has come for hand-off {request.handoff_id}"))
 
     def _admit(self) -> None:
+        self.scheduler.resume()
         while (request := self.scheduler.admit()) is not None:
             prompt = request.choices[0]
             request.timing.scheduled = self._clock() - request.arrival
-            request.cached_tokens = request.handle.cached_tokens if request.handle else prompt.computed
+            self._statistics.admitted(request)
+            # Whole blocks, as everywhere else: of a partly matching one nobody else would know.
+            cached = len(prompt.keys) * self.capacity.block_size
+            request.cached_tokens = request.handle.cached_tokens if request.handle else cached
             self.stats.prompt_tokens_local += prompt.computed
-            if not self.exchange.begin(request):
+            if not self.landings.begin(request) and not self.exchange.begin(request):
                 self._start(request, satisfied=request.handle is None or not prompt.pending)
 
-    def _step(self) -> None:
+    def step(self) -> None:
         if not self.scheduler.busy:
             return
         began = self._clock()
+        self._statistics.step_begins()
         batch = self.scheduler.schedule()
         logits = self._model.runner.run(batch.chunks)
-        choices, rows, specs = batch.draws()
-        if len(rows) > 1 and rows[-1] != len(rows) - 1:
-            logits = logits[rows]
-        sampled = self._model.sample(logits, specs) if specs else []
+        drawn = draw(self._model.sample, logits, batch)
+        for request in drawn.failed:
+            self._fail(request, InternalError("the model gave no probabilities to draw a token from (NaN or infinity)"))
         for choice, chunk in zip(batch.choices, batch.chunks, strict=True):
-            self._advance(choice, len(chunk.tokens))
-        self._emit(choices, sampled)
+            if choice.request.phase is Phase.RUNNING:
+                self._advance(choice, len(chunk.tokens))
+        self._emit(drawn)
         for choice in batch.choices:
             if not choice.generated and not choice.pending and choice.request.phase is Phase.RUNNING:
                 self._begin_choices(choice.request, [])
         self.stats.steps += 1
         self.stats.iter_latency_ms = (self._clock() - began) * 1000
+        self._statistics.step_ended()
 
     def _advance(self, choice: Choice, tokens: int) -> None:
         if not choice.generated:
             self.stats.prompt_tokens_computed += tokens
         self.exchange.publish(self.scheduler.advance(choice, tokens))
+        if not choice.generated:
+            self.readers.progress(choice.request)
 
-    def _emit(self, choices: Sequence[Choice], sampled: Sequence[Sampled]) -> None:
-        first: dict[str, list[Sampled]] = {}
-        for choice, drawn in zip(choices, sampled, strict=True):
-            if choice.generated:
-                self._take_token(choice, drawn)
-            else:
-                first.setdefault(choice.request.id, []).append(drawn)
-        for request_id, draws in first.items():
-            self._begin_choices(self._requests[request_id], draws)
+    def _emit(self, drawn: Drawn) -> None:
+        for choice, token in drawn.next:
+            self._take_token(choice, token)
+        for request, tokens in drawn.first:
+            self._begin_choices(request, tokens)
 
     # ------------------------------------------------------------ a request's way
 
@@ -218,13 +254,18 @@ class EngineLoop:
             for choice, start in zip(choices, starts, strict=True):
                 choice.seed = start.seed
         request.timing.first_token = self._clock() - request.arrival
-        stops = [choice.append(drawn.token) for choice, drawn in zip(choices, draws, strict=True)]
+        self._statistics.first_token(request)
+        try:
+            stops = [choice.append(drawn.token) for choice, drawn in zip(choices, draws, strict=True)]
+        except GuideError as error:
+            self._fail(request, HandoffRefused(f"the first token of the hand-off: {error}"))
+            return
         self.stats.generated_tokens += len(choices)
         if request.handoff_id is not None:
             self._hand_over(request, draws, stops)
             return
         for choice, drawn, stop in zip(choices, draws, stops, strict=True):
-            self._say(self._output(choice, drawn, stop))
+            self._say(output_of(choice, drawn, stop))
         for source, copy in self.scheduler.fork(request):
             self._model.copy_block(source, copy)
         self._forget_if_over(request)
@@ -232,63 +273,41 @@ class EngineLoop:
     def _take_token(self, choice: Choice, drawn: Sampled) -> None:
         stop = choice.append(drawn.token)
         self.stats.generated_tokens += 1
-        self._say(self._output(choice, drawn, stop))
+        self._say(output_of(choice, drawn, stop))
         if choice.finish_reason is not None:
             self.scheduler.finish(choice)
             self._forget_if_over(choice.request)
 
     def _hand_over(self, request: Request, draws: Sequence[Sampled], stops: Sequence[int | None]) -> None:
         """The end of a context-only request. If every choice has finished with its first token, nothing is offered."""
-        starts = [
-            StartState(
-                index=choice.index,
-                token=drawn.token,
-                seed=choice.seed,
-                finish_reason=choice.finish_reason,
-                stop_reason=stop,
-                logprob=drawn.logprob,
-                top_logprobs=drawn.top,
-            )
-            for choice, drawn, stop in zip(request.choices, draws, stops, strict=True)
-        ]
-        outputs = [self._output(*each) for each in zip(request.choices, draws, stops, strict=True)]
+        each = list(zip(request.choices, draws, stops, strict=True))
+        starts = [start_of(*one) for one in each]
+        outputs = [output_of(*one) for one in each]
         for output, start in zip(outputs, starts, strict=True):
             output.starts = [start]
             output.finish_reason = start.finish_reason or "not_finished"
         if any(start.finish_reason is None for start in starts):
             outputs[-1].handle = self.offers.offer(request, starts)
+        self.readers.complete(request, starts, outputs[-1].handle)
         for output in outputs:
             self._say(output)
         self._drop(request)
-
-    def _output(self, choice: Choice, drawn: Sampled, stop: int | None) -> Output:
-        request = choice.request
-        output = Output(
-            request_id=request.id,
-            index=choice.index,
-            token_ids=[drawn.token],
-            logprobs=logprobs_of(drawn),
-            finish_reason=choice.finish_reason,
-            stop_reason=stop,
-        )
-        if not request.announced:
-            request.announced = True
-            output.cached_tokens = request.cached_tokens
-            output.timing = request.timing
-        return output
 
     def _forget_if_over(self, request: Request) -> None:
         if all(choice.finish_reason is not None for choice in request.choices):
             self._drop(request)
 
-    def _drop(self, request: Request) -> None:
+    def _drop(self, request: Request, reason: str = "the request was aborted") -> None:
+        self.readers.drop(request, reason)
+        self.landings.drop(request)
         self.exchange.abort(request)
         self.scheduler.end(request)
+        self._statistics.ended(request)
         self._requests.pop(request.id, None)
 
     def _fail(self, request: Request, error: ServingError) -> None:
         self._say(Failed(request.id, error.code, error.message, error.param))
-        self._drop(request)
+        self._drop(request, error.message)
 
     # ------------------------------------------------------------ what comes in
 
@@ -301,14 +320,26 @@ class EngineLoop:
                     self._drop(request)
             case ReleaseHandoff():
                 self._release(item)
+            case FollowHandoff():
+                self.readers.follow(item.handoff_id)
+            case UnfollowHandoff():
+                self.readers.unfollow(item.handoff_id)
+            case Arrival():
+                self.landings.arrived(item)
             case FetchJob():
-                self._fetched(item)
+                if item.ahead:
+                    self.landings.fetched(item)
+                else:
+                    self._fetched(item)
             case PutDone():
                 self.exchange.put_done(item)
+            case Settled():
+                self.exchange.settled(item)
+            case GuideCompiled():
+                self._compiled(item)
             case SnapshotEvents():
                 self._outbox.say_events(self._blocks.drain_events())
-                stored = self._blocks.resident_keys()
-                self._say(Events([KvEvent(cleared=True, stored=stored)], snapshot_id=item.snapshot_id))
+                self._say(Events([self._blocks.snapshot()], snapshot_id=item.snapshot_id))
             case SetDelays():
                 self.delays.set(item.seconds)
             case Shutdown() | ChannelClosed():
@@ -329,7 +360,34 @@ class EngineLoop:
             return
         self._requests[request.id] = request
         self.exchange.accept(request)
-        self.scheduler.add(request)
+        guided = request.sampling.guided
+        if guided is None:
+            self._enqueue(request)
+            return
+        request.phase = Phase.COMPILING
+        if self._model.guides is None:
+            self._refuse_guided(request, "this worker has no guided_decoding_backend")
+        else:
+            self._model.guides.compile(request.id, guided, self._inbox.put)
+
+    def _compiled(self, result: GuideCompiled) -> None:
+        assert self._model.guides is not None
+        self._model.guides.keep(result)
+        request = self._requests.get(result.request_id)
+        if request is None or request.phase is not Phase.COMPILING or request.sampling.guided != result.wanted:
+            return  # aborted meanwhile
+        request.grammar = result.grammar
+        if result.grammar is None:
+            self._refuse_guided(request, result.error)
+        else:
+            self._enqueue(request)
+
+    def _enqueue(self, request: Request) -> None:
+        if not self.readers.hold(request):
+            self.scheduler.add(request)
+
+    def _refuse_guided(self, request: Request, reason: str) -> None:
+        self._fail(request, InvalidRequest(f"response_format: {reason}", param="response_format"))
 
     def _is_handoff_in_use(self, handoff_id: int) -> bool:
         return handoff_id in self.offers.table or any(
@@ -351,6 +409,9 @@ class EngineLoop:
         tokens = self.exchange.fetched(job, request)
         if request is None:
             return
+        if job.unsettled is not None:
+            self._restart(request)
+            return
         found = self.scheduler.advance(request.choices[0], tokens)
         if job.handle is None:
             request.cached_tokens += tokens
@@ -358,10 +419,19 @@ class EngineLoop:
             self.exchange.publish(found)
         self._start(request, job.satisfied)
 
+    def _restart(self, request: Request) -> None:
+        """Its blocks may still be written to: it gives them up, and is computed in others."""
+        if self._config.on_handoff_failure == "fail":
+            self._start(request, satisfied=False)
+            return
+        request.fetch = None
+        self.scheduler.restart(request)
+
     # ------------------------------------------------------------ waiting, and what goes out
 
-    def _seconds_to_deadline(self) -> float | None:
-        deadlines = [self.offers.table.next_deadline(), self.exchange.next_deadline()]
+    def seconds_to_deadline(self) -> float | None:
+        """Until something runs out that nobody else would tell of."""
+        deadlines = [each.next_deadline() for each in (self.offers.table, self.exchange, self.readers)]
         seconds = [deadline - self._clock() for deadline in deadlines if deadline is not None]
         return max(0.0, min(seconds)) if seconds else None
 
@@ -387,4 +457,4 @@ class EngineLoop:
         return self.scheduler.busy
 
     def _flush(self, pausing: bool) -> None:
-        self._outbox.flush(self.scheduler, self.offers, self._store, pausing)
+        self._outbox.flush(self.scheduler, self.offers, self._store, pausing, self._statistics)

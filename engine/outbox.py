@@ -7,6 +7,7 @@ from collections.abc import Callable
 from engine.messages import Events, FromEngine, Stats
 from engine.offers import Offers
 from engine.scheduler import Scheduler
+from engine.statistics import Statistics
 from kvstore.protocol import KvEvent
 from kvstore.transceivers.base import BlockStore
 
@@ -31,7 +32,14 @@ class Outbox:
         if events:
             self.say(Events(events))
 
-    def flush(self, scheduler: Scheduler, offers: Offers, store: BlockStore | None, pausing: bool) -> None:
+    def flush(
+        self,
+        scheduler: Scheduler,
+        offers: Offers,
+        store: BlockStore | None,
+        pausing: bool,
+        statistics: Statistics | None = None,
+    ) -> None:
         """`pausing`: there may be no next turn for a while, so that Stats cannot wait for it."""
         self.say_events(scheduler.blocks.drain_events())
         now = self._clock()
@@ -41,6 +49,8 @@ class Outbox:
                 self._sent = _copy(self.stats)
                 self._sent_at = now
                 self.say(self._sent)
+            if statistics is not None:
+                self._messages += statistics.take()
         if self._messages:
             messages, self._messages = self._messages, []
             self._send(messages)
@@ -56,6 +66,13 @@ class Outbox:
         stats.requests_running = scheduler.requests_running
         stats.requests_waiting = len(scheduler.waiting)
         stats.requests_fetching = len(scheduler.fetching)
+        stats.requests_paused = scheduler.requests_paused
+        stats.preemptions = scheduler.preemptions
+        if blocks.host is not None:
+            stats.host_blocks_total = blocks.host.num_blocks
+            stats.host_blocks_used = len(blocks.host)
+            stats.blocks_offloaded = blocks.host.offloaded
+            stats.blocks_onboarded = blocks.host.onboarded
         stats.handoffs_open = len(offers.table)
         stats.pool_state = store.state() if store is not None else "off"
 

@@ -35,7 +35,10 @@ class Group(Protocol):
         """The sum of every rank's x, on every rank; may overwrite x."""
 
     def join(self, x: torch.Tensor) -> torch.Tensor:
-        """Every rank's columns [T, n] side by side [T, n * ranks] on rank 0; on others the content is undefined."""
+        """Every rank's columns [T, n] side by side [T, n * ranks] on rank 0; of no use on the others."""
+
+    def wait(self) -> None:
+        """Until every rank is here."""
 
 
 class Alone:
@@ -48,3 +51,6 @@ class Alone:
 
     def join(self, x: torch.Tensor) -> torch.Tensor:
         return x
+
+    def wait(self) -> None:
+        pass

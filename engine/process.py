@@ -22,12 +22,19 @@ from collections.abc import Callable
 import msgspec
 
 from engine.blocks import BlockPool
+from engine.cache_events import HASH_ALGO
 from engine.channel import Channel, FrameError
 from engine.config import EngineConfig
+from engine.guided import GuideCompiler, backend_named
+from engine.host_tier import host_buffer
+from engine.kv_capacity import KvCapacity
 from engine.loop import ChannelClosed, EngineLoop, InboxItem, Model, PoolStateChanged
 from engine.messages import Fatal, FromEngine, Loading, Ready, Shutdown, ToEngine
+from engine.ranks import Ranks
 from engine.sequence import ModelFacts
 from engine.step import Chunk
+from engine.vocabulary import read_vocabulary
+from engine.ways import needs_shared_pages, open_ways
 from kvstore.errors import SettingsError
 from kvstore.protocol import Fingerprint
 from kvstore.transceivers.base import BlockStore
@@ -104,30 +111,45 @@ class _Engine:
         # torch is imported here, after the parent's first frame, so that a wrong command line ends at once.
         from engine.checkpoint import open_checkpoint
         from engine.kv_pool import KvPool
-        from engine.runner import Runner, compute_dtype, load_model
+        from engine.parallel import Alone
+        from engine.runner import Runner, compute_dtype, load_model, weights_identity
         from engine.sampler import sample
 
         self.config = config
         self.incarnation = secrets.token_hex(8)
         self.checkpoint = open_checkpoint(config.model, config.custom_module_dirs)
-        loaded = load_model(config, lambda stage, done: send([Loading(stage, done)]), self.checkpoint)
+        self.ranks = Ranks(config) if config.tp_size > 1 else None
+        group = self.ranks.group if self.ranks is not None else Alone()
+        loaded = load_model(config, lambda stage, done: send([Loading(stage, done)]), self.checkpoint, group)
         send([Loading("cache", 0.0)])
         dtype = compute_dtype(config)
         shape = self.checkpoint.kv_shape
         sizes = (shape.num_layers, config.tokens_per_block, shape.num_kv_heads, shape.head_dim, dtype)
         self.block_bytes = KvPool.bytes_per_block(*sizes)
         self.num_blocks = _num_blocks(config, self.block_bytes)
-        self.fingerprint = self._fingerprint(str(dtype).removeprefix("torch."))
-        self.pages = SharedPool.create(self.num_blocks, self.block_bytes, self.incarnation)
-        kv = KvPool(self.pages.blocks_buffer, self.num_blocks, *sizes)
-        runner = Runner(config, self.checkpoint, kv, loaded)
+        self.fingerprint = self._fingerprint(weights_identity(config, self.checkpoint), dtype)
+        self.pages = SharedPool.create(
+            self.num_blocks,
+            self.block_bytes,
+            self.incarnation,
+            shared=self.ranks is not None or needs_shared_pages(config),
+        )
+        kv = KvPool(self.pages.blocks_buffer, self.num_blocks, *sizes, group.part)
+        if self.ranks is not None:
+            self.ranks.wait_ready()
+            self.ranks.share_pool(self.pages)
+        runner = Runner(config, self.checkpoint, kv, loaded, group, self.ranks)
         send([Loading("warm-up", 0.0)])
         runner.run([Chunk(tokens=[0], start=0, block_table=[0], wants_logits=True)])
         self.facts = self._facts()
         self.store = self._start_pool(inbox)
-        model = Model(self.facts, runner, sample, kv.copy_block)
-        blocks = BlockPool(self.num_blocks, config.enable_block_reuse, self.pages.bump)
-        self.loop = EngineLoop(config, model, blocks, self.pages, self.store, self.incarnation, inbox, send)
+        self.ways = open_ways(config, self.pages, self.incarnation)
+        model = Model(self.facts, runner, sample, kv.copy_block, self._guides())
+        self.host = host_buffer(config.host_cache_size, self.block_bytes, self.pages.block)
+        blocks = BlockPool(self.num_blocks, config.enable_block_reuse, self.pages.bump, self.host)
+        self.loop = EngineLoop(
+            config, model, blocks, self.pages, self.store, self.incarnation, inbox, send, transceivers=self.ways.transceivers
+        )
         self._log_size()
         send([self._ready()])
 
@@ -135,22 +157,24 @@ class _Engine:
         self.loop.close()
         if self.store is not None:
             self.store.close()
+        if self.ranks is not None:
+            self.ranks.close()
         self.pages.close()
 
-    def _fingerprint(self, kv_dtype: str) -> Fingerprint:
+    def _fingerprint(self, weights: str, dtype: object) -> Fingerprint:
         from engine.kv_pool import LAYOUT
 
         shape = self.checkpoint.kv_shape
         return Fingerprint(
-            model=self.checkpoint.weights_digest(),
+            model=weights,
             tokenizer=self.checkpoint.tokenizer_digest(),
-            kv_dtype=kv_dtype,
+            kv_dtype=str(dtype).removeprefix("torch."),
             layout=LAYOUT,
             block_size=self.config.tokens_per_block,
             num_layers=shape.num_layers,
             num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
-            tp_size=1,
+            tp_size=self.config.tp_size,
         )
 
     def _facts(self) -> ModelFacts:
@@ -160,7 +184,15 @@ class _Engine:
             vocab_size=self.checkpoint.vocab_size,
             max_seq_len=min(self.config.max_seq_len or longest, longest),
             eos_token_ids=frozenset(self.checkpoint.eos_token_ids),
+            identity=self.fingerprint,
         )
+
+    def _guides(self) -> GuideCompiler | None:
+        name = self.config.guided_decoding_backend
+        if name == "none":
+            return None
+        source, size, stops = self.config.tokenizer or self.config.model, self.facts.vocab_size, self.facts.eos_token_ids
+        return GuideCompiler(lambda: backend_named(name, read_vocabulary(source, size, stops)))
 
     def _start_pool(self, inbox: queue.SimpleQueue[InboxItem]) -> BlockStore | None:
         """The pool is a cache: the engine serves without waiting for it."""
@@ -176,15 +208,13 @@ class _Engine:
         )
 
     def _log_size(self) -> None:
-        log.info(
-            "KV pool: %d blocks of %d tokens, %d tokens, %.1f MiB (%d bytes a block); longest sequence %d tokens",
-            self.num_blocks,
-            self.config.tokens_per_block,
-            self.num_blocks * self.config.tokens_per_block,
-            self.num_blocks * self.block_bytes / 2**20,
-            self.block_bytes,
-            self.facts.max_seq_len,
-        )
+        pool = KvCapacity(self.num_blocks, self.config.tokens_per_block, self.block_bytes)
+        log.info("KV pool: %s; longest sequence %d tokens", pool, self.facts.max_seq_len)
+        if self.host is not None:
+            log.info(
+                "KV host memory: %s",
+                KvCapacity(self.host.num_blocks, self.config.tokens_per_block, self.block_bytes),
+            )
 
     def _ready(self) -> Ready:
         return Ready(
@@ -196,7 +226,13 @@ class _Engine:
             max_seq_len=self.facts.max_seq_len,
             vocab_size=self.facts.vocab_size,
             eos_token_ids=sorted(self.facts.eos_token_ids),
-            transfers=[path for path in self.config.transfers if path != "pool" or self.store is not None],
+            transfers=[
+                path
+                for path in self.config.transfers
+                if path in self.ways.transceivers or (path == "pool" and self.store is not None)
+            ],
+            transfer_choice=self.ways.choice,
+            kv_cache_hash_algo=HASH_ALGO if self.config.event_buffer_max_size else None,
         )
 
 

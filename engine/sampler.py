@@ -3,31 +3,30 @@
 A draw is a pure function of (logits, SampleSpec): the random number is a hash of (seed, position), so neither batching
 nor a restart nor a hand-off to another worker changes it, and no generator state has to travel.
 
-    banned tokens out -> divide by temperature -> the top_k best -> of those, the fewest best that hold top_p of the
-    probability -> the first token, best first, at which the cumulative probability exceeds u * (kept probability)
+    bias -> repetition, presence and frequency penalties -> banned tokens out -> grammar mask (engine.logits)
+    -> divide by temperature -> the top_k best -> of those, the fewest best that hold top_p of the probability -> of
+    those, the ones at least min_p times as likely as the best
+    -> the first token, best first, at which the cumulative probability exceeds u * (kept probability)
+
+Where nothing is cut (top_k, top_p and min_p off) the tokens stand in the order of their ids instead: no ranking.
 
 Equal logits rank by token id, lowest first. Temperature 0 takes the best token whatever top_k and top_p say.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import torch
 
-from engine.step import Sampled, SampleSpec
+from engine.logits import shaped
+from engine.step import BadLogits, Sampled, SampleSpec
 
 _RANKED = (128, 4096)  # best tokens that are ranked, in turn, before all are; nearly every draw ends among the first
+_TOGETHER = 1 << 18  # logits worked on at once by a CPU: more fall out of the cache, and each buffer costs page faults
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK64 = 0xFFFF_FFFF_FFFF_FFFF
-
-
-class BadLogits(ValueError):
-    """`rows` have NaN or no finite best token: nothing can be drawn from them. The other rows are sound."""
-
-    def __init__(self, rows: list[int]) -> None:
-        self.rows = rows
-        super().__init__(f"logits: no finite best token in rows {rows}")
 
 
 def _mix(value: int) -> int:
@@ -53,52 +52,104 @@ def sample(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> list[Sampled]:
     """
     if logits.shape[0] != len(specs):
         raise ValueError(f"logits: {logits.shape[0]} rows for {len(specs)} specs")
-    if not specs:
-        return []
-    allowed = _without_banned(logits, specs)
+    together = len(specs) if logits.device.type != "cpu" else max(1, _TOGETHER // logits.shape[1])
+    results: list[Sampled] = []
+    bad: list[int] = []
+    for first in range(0, len(specs), together):
+        try:
+            results += _sample(logits[first : first + together], specs[first : first + together])
+        except BadLogits as error:
+            bad += [first + row for row in error.rows]
+    if bad:
+        raise BadLogits(bad)
+    return results
+
+
+def _sample(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> list[Sampled]:
+    allowed = shaped(logits, specs)
     finite = allowed.amax(-1).isfinite()
     if not bool(finite.all()):
         raise BadLogits((~finite).nonzero().flatten().tolist())
-    tokens = [0] * len(specs)
-    greedy = [row for row, spec in enumerate(specs) if spec.temperature == 0]
-    drawn = [row for row, spec in enumerate(specs) if spec.temperature != 0]
-    for row, token in zip(greedy, _rows(allowed, greedy).argmax(-1).tolist(), strict=True):
-        tokens[row] = token
+    tokens = [spec.forced or 0 for spec in specs]
+    greedy = [row for row, spec in enumerate(specs) if spec.forced is None and spec.temperature == 0]
+    drawn = [row for row, spec in enumerate(specs) if spec.forced is None and spec.temperature != 0]
+    uncut = [row for row in drawn if not specs[row].cuts]
+    drawn = [row for row in drawn if specs[row].cuts]
+    if greedy:
+        for row, token in zip(greedy, _rows(allowed, greedy).argmax(-1).tolist(), strict=True):
+            tokens[row] = token
+    if uncut:
+        for row, token in zip(uncut, _draw_uncut(_rows(allowed, uncut), [specs[row] for row in uncut]), strict=True):
+            tokens[row] = token
     if drawn:
         for row, token in zip(drawn, _draw(_rows(allowed, drawn), [specs[row] for row in drawn]), strict=True):
             tokens[row] = token
-    return _with_logprobs(logits, specs, tokens)
+    return _with_logprobs(logits, allowed, specs, tokens)
 
 
 def _rows(logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
     return logits if len(rows) == logits.shape[0] else logits[rows]
 
 
-def _without_banned(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> torch.Tensor:
-    pairs = [(row, token) for row, spec in enumerate(specs) for token in spec.banned if 0 <= token < logits.shape[1]]
-    if not pairs:
-        return logits
-    rows, tokens = zip(*pairs, strict=True)
-    return logits.index_put((torch.tensor(rows), torch.tensor(tokens)), torch.tensor(-torch.inf, dtype=logits.dtype))
+@dataclasses.dataclass(slots=True)
+class _Cuts:
+    """Of each row [B]; all float64 but top_k."""
+
+    top_k: torch.Tensor  # the size of the vocabulary if all tokens stay
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+    number: torch.Tensor  # the uniform one
+
+    @classmethod
+    def of(cls, specs: Sequence[SampleSpec], vocab: int, device: torch.device) -> _Cuts:
+        def column(values: list[float]) -> torch.Tensor:
+            return torch.tensor(values, dtype=torch.float64, device=device)
+
+        top_k = [spec.top_k if 0 < spec.top_k < vocab else vocab for spec in specs]
+        return cls(
+            torch.tensor(top_k, device=device),
+            column([spec.top_p for spec in specs]),
+            column([spec.min_p for spec in specs]),
+            column([uniform(spec.seed, spec.position) for spec in specs]),
+        )
+
+    def at(self, rows: torch.Tensor) -> _Cuts:
+        return _Cuts(self.top_k[rows], self.top_p[rows], self.min_p[rows], self.number[rows])
+
+
+def _draw_uncut(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> list[int]:
+    columns = [(spec.temperature, uniform(spec.seed, spec.position)) for spec in specs]
+    temperature, number = torch.tensor(columns, dtype=torch.float64, device=logits.device).T
+    tokens = _pick_uncut(logits, logits.amax(-1, keepdim=True), temperature, number)
+    return [int(token) for token in tokens.tolist()]
+
+
+def _pick_uncut(
+    logits: torch.Tensor, best: torch.Tensor, temperature: torch.Tensor, number: torch.Tensor
+) -> torch.Tensor:
+    """Draws among all tokens in the order of their ids. `best` [B, 1] logits, `temperature` and `number` [B] float64;
+    [B] tokens. Waits for nothing on a device."""
+    weights = ((logits - best) / temperature[:, None].float().clamp(min=1e-30)).exp()
+    below = weights.cumsum(-1, dtype=torch.float64)
+    found = torch.searchsorted(below, number[:, None] * below[:, -1:], right=True)
+    return found[:, 0].clamp(max=logits.shape[1] - 1)
 
 
 def _draw(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> list[int]:
-    vocab = logits.shape[1]
-    temperature = torch.tensor([spec.temperature for spec in specs], dtype=torch.float64)[:, None]
+    vocab, device = logits.shape[1], logits.device
+    temperature = torch.tensor([spec.temperature for spec in specs], dtype=torch.float64, device=device)[:, None]
     best = logits.amax(-1, keepdim=True)
     # Relative to the best logit nothing overflows at any temperature; the rest underflows to probability 0.
     # In float32, since float64 over the whole vocabulary takes ten times as long: the sum is good to 1e-7.
     total = ((logits - best) / temperature.float().clamp(min=1e-30)).exp().sum(-1, dtype=torch.float64)
-    top_k = torch.tensor([spec.top_k if 0 < spec.top_k < vocab else vocab for spec in specs])
-    top_p = torch.tensor([spec.top_p for spec in specs], dtype=torch.float64)
-    number = torch.tensor([uniform(spec.seed, spec.position) for spec in specs], dtype=torch.float64)
-    tokens = torch.zeros(len(specs), dtype=torch.int64)
-    open_rows = torch.arange(len(specs))
+    cuts = _Cuts.of(specs, vocab, device)
+    tokens = torch.zeros(len(specs), dtype=torch.int64, device=device)
+    open_rows = torch.arange(len(specs), device=device)
     for count in (*_RANKED, vocab):
         at = open_rows
         ids, exact = _best(logits[at], count)
         weights = ((logits[at].gather(1, ids) - best[at]).double() / temperature[at]).exp()
-        tokens[at], settled = _pick(ids, weights, vocab, total[at], top_k[at], top_p[at], number[at])
+        tokens[at], settled = _pick(ids, weights, vocab, total[at], cuts.at(at))
         open_rows = at[~(settled & exact)]
         if not len(open_rows):
             break
@@ -106,28 +157,27 @@ def _draw(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> list[int]:
 
 
 def _pick(
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    vocab: int,
-    total: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    number: torch.Tensor,
+    ids: torch.Tensor, weights: torch.Tensor, vocab: int, total: torch.Tensor, cuts: _Cuts
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draws among the best tokens `ids` [B, n] of unnormalised probability `weights`; `total` is that of the whole
-    vocabulary. Gives the tokens, and for which rows no token beyond the n could matter."""
+    """Draws among the best tokens `ids` [B, n] of unnormalised probability `weights`, that of the best being 1; `total`
+    is that of the whole vocabulary. Gives the tokens, and for which rows no token beyond the n could matter."""
     count = ids.shape[1]
     below = weights.cumsum(-1)
-    cut = top_k.clamp(max=count)[:, None] - 1
-    listed = top_k <= count  # all that top_k keeps is among the n
+    cut = cuts.top_k.clamp(max=count)[:, None] - 1
+    listed = cuts.top_k <= count  # all that top_k keeps is among the n
+    whole = cuts.top_k >= vocab  # top_k cuts nothing, so that `total` is what top_p is a share of
     mass = torch.where(listed, below.gather(1, cut)[:, 0], total)
-    reached = below >= (top_p * mass)[:, None]
+    reached = below >= (cuts.top_p * mass)[:, None]
     kept = torch.where(reached.any(-1), reached.int().argmax(-1), count - 1).minimum(cut[:, 0])
-    limit_known = listed | (reached.any(-1) & (top_p < 1))
-    limit = number * torch.where(limit_known, below.gather(1, kept[:, None])[:, 0], mass)
+    likely = weights >= cuts.min_p[:, None]
+    kept = kept.minimum(likely.sum(-1) - 1).clamp(min=0)
+    ends = (reached.any(-1) & (cuts.top_p < 1)) | ~likely[:, -1]  # the last that stays is among the n
+    limit_known = listed | (whole & ends)
+    limit = cuts.number * torch.where(limit_known, below.gather(1, kept[:, None])[:, 0], mass)
     crossed = below > limit[:, None]
     chosen = torch.where(crossed.any(-1), crossed.int().argmax(-1), count - 1).minimum(kept)
-    settled = limit_known | ((top_p >= 1) & crossed.any(-1))
+    uncut = whole & (cuts.top_p >= 1) & (cuts.min_p <= 0)
+    settled = limit_known | (uncut & crossed.any(-1))
     return ids.gather(1, chosen[:, None])[:, 0], settled | (count == vocab)
 
 
@@ -139,32 +189,49 @@ def _best(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]
     vocab = logits.shape[1]
     if count >= vocab:
         ids = logits.sort(dim=-1, descending=True, stable=True).indices
-        return ids, torch.ones(len(logits), dtype=torch.bool)
+        return ids, torch.ones(len(logits), dtype=torch.bool, device=logits.device)
     values, ids = logits.topk(count, dim=-1)
     ids, order = ids.sort(-1)
     ranked = values.gather(1, order).sort(dim=-1, descending=True, stable=True).indices
     return ids.gather(1, ranked), (logits >= values[:, -1:]).sum(-1) == count
 
 
-def _with_logprobs(logits: torch.Tensor, specs: Sequence[SampleSpec], tokens: list[int]) -> list[Sampled]:
+def _with_logprobs(
+    raw: torch.Tensor, processed: torch.Tensor, specs: Sequence[SampleSpec], tokens: list[int]
+) -> list[Sampled]:
     results = [Sampled(token) for token in tokens]
-    asked = [row for row, spec in enumerate(specs) if spec.logprobs is not None]
-    if not asked:
-        return results
-    chosen = torch.tensor([tokens[row] for row in asked])
-    logprobs = _rows(logits, asked).log_softmax(-1)
-    of_chosen = logprobs.gather(1, chosen[:, None])[:, 0].tolist()
-    for index, row in enumerate(asked):
-        results[row].logprob = of_chosen[index]
-        results[row].top = _top(logits[row], logprobs[index], specs[row].logprobs or 0)
+    for logits, of_processed in ((raw, False), (processed, True)):
+        asked = [
+            row
+            for row, spec in enumerate(specs)
+            if spec.logprobs is not None and spec.processed_logprobs == of_processed
+        ]
+        if asked:
+            _add_logprobs(results, _rows(logits, asked), asked, specs)
     return results
 
 
-def _top(logits: torch.Tensor, logprobs: torch.Tensor, count: int) -> list[tuple[int, float]]:
-    if count < 1:
-        return []
-    ids, exact = _best(logits[None], count)
-    if not exact[0]:
-        ids = _best(logits[None], logits.shape[0])[0][:, :count]
-    best = ids[0]
-    return list(zip(best.tolist(), logprobs[best].tolist(), strict=True))
+def _add_logprobs(results: list[Sampled], logits: torch.Tensor, asked: list[int], specs: Sequence[SampleSpec]) -> None:
+    """`logits` [len(asked), vocab] are the rows `asked` of the batch."""
+    chosen = torch.tensor([results[row].token for row in asked], device=logits.device)
+    logprobs = logits.log_softmax(-1)
+    of_chosen = logprobs.gather(1, chosen[:, None])[:, 0].tolist()
+    tops = _tops(logits, logprobs, [specs[row].logprobs or 0 for row in asked])
+    for row, value, top in zip(asked, of_chosen, tops, strict=True):
+        results[row].logprob = value
+        results[row].top = top
+
+
+def _tops(logits: torch.Tensor, logprobs: torch.Tensor, counts: list[int]) -> list[list[tuple[int, float]]]:
+    """The best tokens of each row, as many as `counts` asks for, ranked together."""
+    most = max(counts)
+    if most < 1:
+        return [[] for _ in counts]
+    ids, exact = _best(logits, most)
+    for row in (~exact).nonzero().flatten().tolist():
+        ids[row] = _best(logits[row : row + 1], logits.shape[1])[0][0, : ids.shape[1]]
+    values = logprobs.gather(1, ids).tolist()
+    return [
+        list(zip(own[:count], value[:count], strict=True))
+        for own, value, count in zip(ids.tolist(), values, counts, strict=True)
+    ]

@@ -9,17 +9,17 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Protocol
 
 from engine.delays import Delays
 from kvstore.errors import StaleBlock, TransferError
 from kvstore.handoff import Handle
-from kvstore.transceivers.base import BlockStore
-from kvstore.transceivers.shm import ReaderCache
+from kvstore.transceivers.base import BlockStore, Transceiver, Unsettled
+from kvstore.transceivers.shm import ShmTransceiver
 
 log = logging.getLogger(__name__)
 
-_SLICE = 16  # blocks between two looks at the clock
 _LOOKUP_SHARE = 0.5  # of the time for the pool, at most, goes to asking what is there
 _PUT_SETTLE = 0.5  # seconds to wait for blocks that the context worker is still putting
 _PUT_POLL = 0.01
@@ -38,7 +38,9 @@ class FetchJob:
     first: int  # index in the prompt of blocks[0]
     deadline: float  # on time.monotonic
     handle: Handle | None = None  # None: looks for a prefix, and a miss is no failure
+    ahead: bool = False  # the hand-off is still being made: more is to come (engine.landings)
     cancelled: bool = False
+    unsettled: Unsettled | None = None  # a read was given up that may still write to `blocks`
     loaded: int = 0  # leading blocks that hold the right bytes
     by_path: Counter[str] = dataclasses.field(default_factory=Counter)  # blocks
     failures: list[str] = dataclasses.field(default_factory=list)  # causes
@@ -67,6 +69,17 @@ class FetchJob:
         return "recompute" if self.failures or self.handle is not None else None
 
 
+class FetchJobs(Protocol):
+    """Who runs jobs, and hands each of them back."""
+
+    def start(self, job: FetchJob) -> None: ...
+
+    def cancel(self, job: FetchJob) -> None:
+        """The job ends early; it is handed back as every other."""
+
+    def close(self, timeout: float) -> None: ...
+
+
 class Fetcher:
     """`threads` threads that run jobs and give each to `done`, whatever became of it."""
 
@@ -78,15 +91,18 @@ class Fetcher:
         store_timeout: float,
         delays: Delays,
         done: Callable[[FetchJob], None],
+        transceivers: Mapping[str, Transceiver] | None = None,
         threads: int = 2,
     ) -> None:
+        """`transceivers`: those of `paths` that are there, by name; without any, shared memory."""
+        self.max_batch: int | None = None  # blocks of one read; None: what the transceiver takes
         self._paths = paths
+        self._transceivers = {"shm": ShmTransceiver(block)} if transceivers is None else transceivers
         self._block = block
         self._store = store
         self._store_timeout = store_timeout
         self._delays = delays
         self._done = done
-        self._readers = ReaderCache()
         self._jobs: queue.SimpleQueue[FetchJob | None] = queue.SimpleQueue()
         self._threads = [threading.Thread(target=self._serve, name=f"fetch-{i}", daemon=True) for i in range(threads)]
         for thread in self._threads:
@@ -106,7 +122,8 @@ class Fetcher:
         limit = time.monotonic() + timeout
         for thread in self._threads:
             thread.join(max(0.0, limit - time.monotonic()))
-        self._readers.close()
+        for transceiver in self._transceivers.values():
+            transceiver.close()
 
     def _serve(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -124,15 +141,16 @@ class Fetcher:
             return
         usable = False
         for path in self._paths:
-            if self._over(job) or job.complete:
+            if self._over(job) or job.complete or job.unsettled:
                 return
-            if path == "shm" and job.handle.shared_memory is not None:
+            if path == "pool":
+                if job.handle.pool and self._store is not None:
+                    usable = True
+                    if not job.keyed_complete:
+                        self._from_store(job, self._store)
+            elif (transceiver := self._transceivers.get(path)) is not None and transceiver.reaches(job.handle):
                 usable = True
-                self._from_worker(job, job.handle)
-            elif path == "pool" and job.handle.pool and self._store is not None:
-                usable = True
-                if not job.keyed_complete:
-                    self._from_store(job, self._store)
+                self._from_worker(job, job.handle, transceiver)
         if not usable:
             job.failures.append("no_path")
 
@@ -145,25 +163,27 @@ class Fetcher:
             return True
         return False
 
-    def _from_worker(self, job: FetchJob, handle: Handle) -> None:
-        assert handle.shared_memory is not None
-        ids = handle.block_ids[job.first :]
-        generations = handle.generations[job.first :]
+    def _from_worker(self, job: FetchJob, handle: Handle, transceiver: Transceiver) -> None:
+        ids = handle.block_ids[job.first : job.first + len(job.blocks)]
+        generations = handle.generations[job.first : job.first + len(job.blocks)]
+        batch = min(transceiver.batch, self.max_batch or transceiver.batch)
         try:
-            with self._readers.reader(handle.shared_memory, handle.incarnation) as reader:
-                for start in range(job.loaded, len(job.blocks), _SLICE):
-                    if self._over(job):
-                        return
-                    part = slice(start, min(start + _SLICE, len(job.blocks)))
-                    reader.read(ids[part], generations[part], [self._block(block) for block in job.blocks[part]])
-                    job.by_path["shm"] += part.stop - start
-                    job.loaded = part.stop
+            for start in range(job.loaded, len(job.blocks), batch):
+                if self._over(job):
+                    return
+                part = slice(start, min(start + batch, len(job.blocks)))
+                transceiver.fetch(handle, ids[part], generations[part], job.blocks[part], lambda: self._over(job))
+                job.by_path[transceiver.name] += part.stop - start
+                job.loaded = part.stop
+        except Unsettled as error:
+            job.unsettled = error
+            log.warning("hand-off %d: %s; its pages stay out of use until it does", handle.handoff_id, error)
         except StaleBlock as error:
             job.failures.append("stale")
             log.warning("hand-off %d: %s", handle.handoff_id, error)
         except TransferError as error:
-            job.failures.append("shm")
-            log.warning("hand-off %d: %s", handle.handoff_id, error)
+            job.failures.append(transceiver.name)
+            log.warning("hand-off %d by %s: %s", handle.handoff_id, transceiver.name, error)
 
     def _from_store(self, job: FetchJob, store: BlockStore) -> None:
         """Blocks that a context worker has put, or is putting: a block not there yet is asked for again for a while."""

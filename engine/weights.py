@@ -87,7 +87,7 @@ class Weights:
         One name with several `outs` is a projection that the checkpoint has fused already.
         """
         if len(names) == 1:
-            pieces = self._mapped(names[0], (sum(outs), inner)).split(list(outs))
+            pieces = torch.split(self._mapped(names[0], (sum(outs), inner)), list(outs))
         else:
             pieces = tuple(self._mapped(name, (out, inner)) for name, out in zip(names, outs, strict=True))
         if split is not None:

@@ -13,6 +13,7 @@ from context_worker import app as context_app
 from context_worker.app import Worker
 from engine.messages import HandoffFetched
 from generation_worker.acknowledge import Acknowledger
+from generation_worker.follow import Follower
 from generation_worker.ingest import Ingest
 from kvstore.protocol import RequestType
 
@@ -28,11 +29,12 @@ def create_app(worker: Worker, acknowledger: Acknowledger | None = None) -> Star
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncGenerator[None, None]:
-        async with acknowledger:
+        async with acknowledger, Follower(worker.engine) as follower:
             worker.engine.on_handoff_fetched = on_fetched
+            worker.engine.on_handoff_wanted = follower.take
             try:
                 yield
             finally:
-                worker.engine.on_handoff_fetched = None
+                worker.engine.on_handoff_fetched = worker.engine.on_handoff_wanted = None
 
     return context_app.create_app(worker, lifespan)

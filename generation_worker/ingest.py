@@ -10,7 +10,7 @@ import msgspec
 from engine.messages import Submit
 from kvstore.errors import HandoffRefused, InvalidRequest
 from kvstore.handoff import Handle
-from kvstore.protocol import DisaggregatedParams, ScheduleStyle
+from kvstore.protocol import DisaggregatedParams, ScheduleStyle, join_address, split_address
 from openai_api.intake import Job
 from openai_api.reply import Reply
 from openai_api.responses import Usage
@@ -32,25 +32,46 @@ class Ingest:
         self._service = service
 
     async def __call__(self, job: Job, reply: Reply) -> None:
+        if job.params.schedule_style == ScheduleStyle.GENERATION_FIRST and job.params.encoded_opaque_state is None:
+            await self._await_handoff(job, reply)
+            return
         handle = self._handle(job)
         submit = Submit(
             request_id=job.request_id,
             prompt_ids=job.prompt_ids,
             sampling=job.sampling,
+            priority=job.priority,
             handle=handle,
             cache_salt=handle.cache_salt if handle is not None else job.request.cache_salt or "",
         )
         usage = context_usage(job.params, len(job.prompt_ids))
         await self._service.answer(Generation(job, submit, self._service.tokenizer, usage), reply)
 
+    async def _await_handoff(self, job: Job, reply: Reply) -> None:
+        """generation_first: room is made now, and the context worker followed while it computes."""
+        params = job.params
+        handoff_id = params.ctx_request_id or params.disagg_request_id
+        if handoff_id is None:
+            param = "disaggregated_params.ctx_request_id"
+            raise InvalidRequest(f"{param}: missing, needed with schedule_style 1 (generation_first)", param=param)
+        param = "disaggregated_params.ctx_info_endpoint"
+        try:
+            source = join_address(*split_address(params.ctx_info_endpoint or ""))
+        except ValueError as error:
+            raise InvalidRequest(f"{param}: {error}", param=param) from None
+        submit = Submit(
+            request_id=job.request_id,
+            prompt_ids=job.prompt_ids,
+            sampling=job.sampling,
+            priority=job.priority,
+            awaits=handoff_id,
+            source=source,
+            cache_salt=job.request.cache_salt or "",
+        )
+        await self._service.answer(Generation(job, submit, self._service.tokenizer), reply)
+
     def _handle(self, job: Job) -> Handle | None:
         params = job.params
-        if params.schedule_style == ScheduleStyle.GENERATION_FIRST:
-            raise InvalidRequest(
-                "disaggregated_params.schedule_style: 1 (generation_first) is not supported by this build; "
-                "supported: 0 (context_first)",
-                param="disaggregated_params.schedule_style",
-            )
         if params.encoded_opaque_state is None:
             logger.warning("%s: generation_only without a handle; the prompt is computed here", job.request_id)
             return None
@@ -60,13 +81,9 @@ class Ingest:
 
     def _check(self, handle: Handle, job: Job) -> None:
         """A handle of another model or prompt must not reach the cache: its blocks would be taken for this prompt's."""
-        ours = self._service.engine.ready.fingerprint.digest()
-        if handle.fingerprint != ours:
-            raise HandoffRefused(
-                f"the hand-off is of fingerprint {handle.fingerprint}, this worker's is {ours}: model, tokenizer, data "
-                "type or layout differ (GET /server_info of both tells which)",
-                param=_STATE,
-            )
+        ours = self._service.engine.ready.fingerprint
+        if (reason := handle.mismatch(ours.digest(), ours)) is not None:
+            raise HandoffRefused(reason, param=_STATE)
         if handle.prompt_tokens != len(job.prompt_ids):
             raise InvalidRequest(
                 f"{_STATE}: made for {handle.prompt_tokens} prompt tokens, this prompt has {len(job.prompt_ids)}",

@@ -2,7 +2,8 @@
 
     ServingError                        status  OpenAI type             code                     retry
     ├── InvalidRequest                  400     invalid_request_error   invalid_request_error    no
-    │   └── ContextLengthExceeded       400     invalid_request_error   context_length_exceeded  no
+    │   ├── ContextLengthExceeded       400     invalid_request_error   context_length_exceeded  no
+    │   └── RequestTooLarge             413     invalid_request_error   request_too_large        no
     ├── NotAuthenticated                401     authentication_error    invalid_api_key          no
     ├── ModelNotFound                   404     invalid_request_error   model_not_found          no
     ├── HandoffRefused                  409     handoff_error           handoff_refused          no
@@ -46,6 +47,11 @@ class InvalidRequest(ServingError):
 
 class ContextLengthExceeded(InvalidRequest):
     code = "context_length_exceeded"
+
+
+class RequestTooLarge(InvalidRequest):
+    status = 413
+    code = "request_too_large"
 
 
 class NotAuthenticated(ServingError):
@@ -127,6 +133,7 @@ SERVING_ERRORS: dict[str, type[ServingError]] = {
     for cls in (
         InvalidRequest,
         ContextLengthExceeded,
+        RequestTooLarge,
         NotAuthenticated,
         ModelNotFound,
         HandoffRefused,

@@ -37,6 +37,7 @@ import msgspec
 
 from kvstore.errors import InvalidRequest
 from kvstore.hashing import block_keys
+from kvstore.protocol import Fingerprint
 
 HANDLE_VERSION = 1
 _MAX_HANDLE_CHARS = 8 * 1024 * 1024
@@ -49,6 +50,16 @@ class SharedMemory(msgspec.Struct, frozen=True):
     pid: int
     fd: int
     size: int  # bytes of the whole mapping
+
+
+class RemoteMemory(msgspec.Struct, frozen=True):
+    """Where a network transport finds a worker's block pool, laid out as in kvstore.transceivers.shm."""
+
+    agent: str  # what the transport calls the worker: a name, or host:port
+    base: int  # address of the mapping in the worker
+    num_blocks: int
+    block_bytes: int
+    metadata: bytes = b""  # of the transport: connection addresses, keys
 
 
 class StartState(msgspec.Struct, frozen=True):
@@ -80,6 +91,10 @@ class Handle(msgspec.Struct, frozen=True):
     shared_memory: SharedMemory | None = None
     pool: bool = False  # the full blocks are (being) put into the Mooncake pool under their block keys
     prompt_digest: str = ""  # `prompt_digest` of the tokens; "" = not told
+    remotes: dict[str, RemoteMemory] = {}  # by transceiver: "nixl", "mooncake"
+    identity: Fingerprint | None = None  # what `fingerprint` is the digest of, so that a refusal can name both values
+    # Of each prompt token from the second on, if asked for: id, log-probability, the best alternatives.
+    prompt_logprobs: list[tuple[int, float, list[tuple[int, float]]]] | None = None
 
     def encode(self) -> str:
         return base64.b64encode(msgspec.msgpack.encode(self)).decode()
@@ -99,6 +114,16 @@ class Handle(msgspec.Struct, frozen=True):
         if len(handle.block_ids) != len(handle.generations) or not handle.starts or handle.prompt_tokens < 1:
             raise InvalidRequest(f"{param}: the handle's fields contradict each other", param=param)
         return handle
+
+    def mismatch(self, fingerprint: str, identity: Fingerprint | None) -> str | None:
+        """Why a worker of this fingerprint cannot use these blocks, with both values; None if it can."""
+        if self.fingerprint == fingerprint:
+            return None
+        if self.identity is not None and identity is not None:
+            different = "; ".join(identity.differences(self.identity))
+        else:
+            different = f"fingerprint: {fingerprint} here, {self.fingerprint} there"
+        return f"the KV blocks of the worker at {self.endpoint} do not fit this worker's: {different}"
 
 
 def prompt_digest(tokens: Sequence[int], salt: str = "") -> str:

@@ -66,6 +66,8 @@ MIN_DISAGG_REQUEST_ID = 1 << 40
 
 SERVER_INFO_PATH = "/server_info"
 KV_EVENTS_PATH = "/kv_events/stream"
+FOLLOW_PATH = "/handoff/follow"
+"""POST {"disagg_request_id": id}: generation_first; a stream of what a context worker has of this hand-off."""
 RELEASE_PATH = "/handoff/release"
 """POST {"disagg_request_id": id}: drop the pages that a context worker holds for this hand-off. Idempotent."""
 
@@ -109,7 +111,8 @@ class ServerInfo(msgspec.Struct, omit_defaults=True):
     incarnation: str | None = None
     fingerprint: Fingerprint | None = None
     max_seq_len: int | None = None
-    transfers: list[str] | None = None  # hand-off paths this worker offers or can fetch by: "shm", "pool"
+    transfers: list[str] | None = None  # hand-off paths this worker offers or can fetch by, fastest first
+    transfer_choice: str | None = None  # the same as a sentence, with the reasons
 
 
 class WorkerRecord(msgspec.Struct, frozen=True):
@@ -130,11 +133,14 @@ def worker_key_prefix(cluster_name: str) -> str:
 
 
 class KvEvent(msgspec.Struct, omit_defaults=True):
-    """One change of a worker's prefix cache, in the worker's order."""
+    """One change of a worker's prefix cache, in the worker's order. Keys are stored at level 0, the KV pool, and are
+    removed when no tier has them."""
 
     stored: list[bytes] = []  # block keys, in chain order
     removed: list[bytes] = []
     cleared: bool = False  # everything is gone
+    moved: list[bytes] = []  # keys that are at `level` now: 0 = KV pool, 1 = host memory
+    level: int = 0
 
 
 class KvEventBatch(msgspec.Struct, omit_defaults=True):

@@ -23,14 +23,17 @@ class TextRules:
     min_tokens: int = 0  # stop strings that are complete before this many tokens do not count
     skip_special_tokens: bool = True
     eos_token_ids: Collection[int] = ()
+    discard: bool = False  # no token was asked for: what the engine generates does not show
 
 
 @dataclasses.dataclass(slots=True)
 class TokenEntry:
-    """One token for the log-probability lists; `offset` is the length of the text before it, in characters."""
+    """One token for the log-probability lists; `offset` is the length of the text before it, in characters. The first
+    token of a prompt is not `scored`: nothing predicts it."""
 
     logprob: TokenLogprob
     offset: int
+    scored: bool = True
 
 
 @dataclasses.dataclass(slots=True)
@@ -105,6 +108,9 @@ class ChoiceText:
 
     def feed(self, output: Output) -> Delta:
         """The tokens of one engine output, up to the one that ends the choice."""
+        if self._rules.discard:
+            self.finish_reason = "length"
+            return Delta("", [], [], "length")
         delta = Delta("", [], [])
         last = len(output.token_ids) - 1
         for place, token in enumerate(output.token_ids):

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable
 from typing import Protocol
 
-from engine.messages import HandoffFetched, Output, Ready, Stats, Submit
+from engine.mailbox import Mailbox
+from engine.messages import Arrival, HandoffFetched, HandoffProgress, HandoffWanted, Output, Ready, Stats, Submit
 from kvstore.protocol import KvEvent
 
 
@@ -22,6 +23,8 @@ class Outputs(Protocol):
 
 
 class Engine(Protocol):
+    on_handoff_wanted: Callable[[HandoffWanted], None] | None
+    """Called on the event loop when a request here awaits a hand-off, and when it no longer does."""
     on_handoff_fetched: Callable[[HandoffFetched], None] | None
     """Called on the event loop when this engine is through with another worker's pages."""
 
@@ -38,8 +41,20 @@ class Engine(Protocol):
 
     def release_handoff(self, handoff_id: int, incarnation: str | None = None) -> None: ...
 
+    def follow_handoff(self, handoff_id: int) -> Mailbox[HandoffProgress]:
+        """What becomes of a hand-off, for its reader; one reader each. To be closed."""
+        ...
+
+    def arrive(self, message: Arrival) -> None:
+        """What another worker has told of an awaited hand-off."""
+        ...
+
     def set_delays(self, seconds: dict[str, float]) -> None: ...
 
     def subscribe_events(self) -> AsyncIterator[KvEvent]:
         """First a snapshot (cleared, all resident keys), then every change."""
+        ...
+
+    def drain(self, feed: str) -> list[bytes]:
+        """Records since the last call, each JSON: of "iterations", "requests" or "cache_events"."""
         ...

@@ -8,9 +8,11 @@ from typing import Any
 
 import msgspec
 
+from engine.messages import TokenLogprob
 from openai_api.assembly import Delta, TokenEntry
 from openai_api.intake import Job
-from openai_api.logprobs import chat_logprobs, completion_logprobs
+from openai_api.logprobs import chat_logprobs, completion_logprobs, echoed, prompt_logprobs
+from openai_api.schemas import CompletionRequest
 from openai_api.tokenizer import Tokenizer
 
 _encode = msgspec.json.Encoder().encode
@@ -52,14 +54,29 @@ class ChoiceResult:
         self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
 
 
-class ResponseWriter:
-    """Writes the answer to one job. Chunks of one stream share id, created, model and object."""
+def best_of(choices: Sequence[ChoiceResult], count: int) -> list[ChoiceResult]:
+    """The `count` of the highest sum of log-probabilities, best first, numbered anew. All, if there are no more."""
+    if count >= len(choices):
+        return list(choices)
+    ranked = sorted(choices, key=lambda choice: -sum(entry.logprob.logprob for entry in choice.entries))
+    return [dataclasses.replace(choice, index=index) for index, choice in enumerate(ranked[:count])]
 
-    def __init__(self, job: Job, tokenizer: Tokenizer) -> None:
+
+class ResponseWriter:
+    """Writes the answer to one job. Chunks of one stream share id, created, model and object.
+
+    `prompt_logprobs` are to be set before the first chunk or the body, if the job asked for them.
+    """
+
+    def __init__(self, job: Job, tokenizer: Tokenizer, first_index: int = 0) -> None:
+        """`first_index` is that of the job's first choice in the answer."""
         self._job = job
+        self._first_index = first_index
         self._tokenizer = tokenizer
         self._with_ids = bool(job.request.return_token_ids) or not job.chat
-        self._with_logprobs = job.sampling.logprobs is not None
+        self._with_logprobs = job.logprobs
+        self.prompt_logprobs: Sequence[TokenLogprob] | None = None
+        self._echo: tuple[str, list[TokenEntry]] | None = None
         options = job.request.stream_options
         self.wants_usage = options is not None and options.include_usage
         self._usage_in_chunks = options is not None and options.continuous_usage_stats
@@ -70,19 +87,31 @@ class ResponseWriter:
 
     def body(self, choices: Sequence[ChoiceResult], usage: Usage, **extra: Any) -> bytes:
         """`extra` are fields of the response object. Choices are in index order."""
+        return self.document(self.choices(choices), usage, **extra)
+
+    def choices(self, choices: Sequence[ChoiceResult]) -> list[dict[str, Any]]:
+        return [self._choice(choice) for choice in choices]
+
+    def document(self, choices: Sequence[dict[str, Any]], usage: Usage, **extra: Any) -> bytes:
         name = "chat.completion" if self._job.chat else "text_completion"
-        document = self._head(name) | {"choices": [self._choice(choice) for choice in choices], "usage": usage.json()}
+        document = self._head(name) | {"choices": choices, "usage": usage.json()}
+        if self._job.chat and self._job.request.prompt_logprobs is not None:
+            document["prompt_logprobs"] = prompt_logprobs(self._tokenizer, self.prompt_logprobs or ())
         if self._job.request.return_token_ids:
             document["prompt_token_ids"] = self._job.prompt_ids
         return _encode(document | extra)
 
     def _choice(self, choice: ChoiceResult) -> dict[str, Any]:
-        content: dict[str, Any] = {"index": choice.index}
+        content: dict[str, Any] = {"index": self._first_index + choice.index}
+        entries: Sequence[TokenEntry] = choice.entries
         if self._job.chat:
             content["message"] = {"role": "assistant", "content": choice.text}
         else:
-            content["text"] = choice.text
-        content |= self._tail(choice.entries, choice.token_ids, choice.finish_reason, choice.stop_reason)
+            before, entries = self._echoed(entries, begins=True)
+            content["text"] = before + choice.text
+            if self._job.request.prompt_logprobs is not None:
+                content["prompt_logprobs"] = prompt_logprobs(self._tokenizer, self.prompt_logprobs or ())
+        content |= self._tail(entries, choice.token_ids, choice.finish_reason, choice.stop_reason)
         if choice.disaggregated_params is not None:
             content["disaggregated_params"] = choice.disaggregated_params
         return content
@@ -93,17 +122,20 @@ class ResponseWriter:
         """The event of one delta; None while there is no text yet, whose tokens then go out with the next event."""
         delta = self._merged(index, delta)
         first = index not in self._opened
-        if not delta.text and delta.finish_reason is None and not (first and self._job.chat):
+        has_text = delta.text or (first and (self._job.chat or self._echoes))
+        if not has_text and delta.finish_reason is None:
             self._pending[index] = delta
             return None
         self._opened.add(index)
-        choice: dict[str, Any] = {"index": index}
+        choice: dict[str, Any] = {"index": self._first_index + index}
+        entries: Sequence[TokenEntry] = delta.entries
         if self._job.chat:
             role = {"role": "assistant"} if first else {}
             choice["delta"] = role | ({"content": delta.text} if delta.text or first else {})
         else:
-            choice["text"] = delta.text
-        choice |= self._tail(delta.entries, delta.token_ids, delta.finish_reason, delta.stop_reason)
+            before, entries = self._echoed(entries, begins=first)
+            choice["text"] = before + delta.text
+        choice |= self._tail(entries, delta.token_ids, delta.finish_reason, delta.stop_reason)
         return _encode(self._chunk_head() | {"choices": [choice]} | self._chunk_usage(usage))
 
     def _merged(self, index: int, delta: Delta) -> Delta:
@@ -127,9 +159,25 @@ class ResponseWriter:
 
     # ------------------------------------------------------------ both
 
+    @property
+    def _echoes(self) -> bool:
+        return isinstance(self._job.request, CompletionRequest) and bool(self._job.request.echo)
+
+    def _echoed(self, entries: Sequence[TokenEntry], begins: bool) -> tuple[str, Sequence[TokenEntry]]:
+        """What goes before the text of a choice, and all entries of text that begins with the prompt's."""
+        if not self._echoes:
+            return "", entries
+        if self._echo is None:
+            logprobs = self.prompt_logprobs if self._with_logprobs else None
+            skip = self._job.request.skip_special_tokens
+            self._echo = echoed(self._tokenizer, self._job.prompt_ids, logprobs, skip)
+        text, of_prompt = self._echo
+        moved = [TokenEntry(entry.logprob, entry.offset + len(text)) for entry in entries]
+        return (text, of_prompt + moved) if begins else ("", moved)
+
     def _head(self, name: str) -> dict[str, Any]:
         job = self._job
-        return {"id": job.request_id, "object": name, "created": job.created, "model": job.model}
+        return {"id": job.answer_id, "object": name, "created": job.created, "model": job.model}
 
     def _tail(
         self,

@@ -1,8 +1,8 @@
 """Request bodies of /v1/completions and /v1/chat/completions.
 
 Fields that no one knows are ignored. Fields of OpenAI's and TensorRT-LLM's requests that this build does not implement
-are accepted at their neutral value and refused otherwise: silence would change the answer. Scheduling hints and labels
-(`user`, `priority`, ...) are ignored, since no answer depends on them.
+are accepted at their neutral value and refused otherwise: silence would change the answer. Labels (`user`, ...) are
+ignored, since no answer depends on them.
 """
 
 from __future__ import annotations
@@ -17,18 +17,13 @@ from kvstore.errors import InvalidRequest
 MAX_CHOICES = 8
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
+MAX_BIASES = 1024
+MAX_BAD_WORDS = 128
 
 _NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
-    "best_of": ((None,), "leave it out, or set it to n"),
     "echo": ((None, False), "false"),
     "suffix": ((None, ""), "leave it out"),
-    "frequency_penalty": ((None, 0), "0"),
-    "presence_penalty": ((None, 0), "0"),
-    "repetition_penalty": ((None, 1), "1"),
-    "logit_bias": ((None, {}), "leave it out"),
-    "min_p": ((None, 0), "0"),
-    "top_p_min": ((None, 0), "0"),
-    "use_beam_search": ((None, False), "false"),
+    "use_beam_search": ((None, False), "false: max_beam_width is 1 here; best_of ranks sampled answers"),
     "truncate_prompt_tokens": ((None,), "leave it out"),
     "return_context_logits": ((None, False), "false"),
     "detokenize": ((None, True), "true; return_token_ids adds the ids"),
@@ -63,8 +58,24 @@ class SamplingFields(BaseModel):
     temperature: float | None = Field(None, ge=0, le=2, allow_inf_nan=False)
     top_p: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
     top_k: int | None = Field(None, ge=-1)
+    min_p: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
+    top_p_decay: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
+    """`top_p` is multiplied by this after each token and never falls below `top_p_min` (TensorRT-LLM's meaning)."""
+    top_p_min: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
+    repetition_penalty: float | None = Field(None, gt=0, le=100, allow_inf_nan=False)
+    """Of tokens that are in the prompt or the answer; the other two penalties see the answer only."""
+    presence_penalty: float | None = Field(None, ge=-2, le=2, allow_inf_nan=False)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2, allow_inf_nan=False)
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]] | None = None
+    bad_words: Annotated[list[str], Field(max_length=MAX_BAD_WORDS)] | None = None
+    """Words that the answer must not contain, as the tokenizer writes them, with and without a space before."""
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] | None = None
+    """Processed: of the logits after bias, penalties, bans and grammar, before temperature and cuts."""
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    best_of: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    """Answers that are generated; the `n` of the highest sum of log-probabilities are given, best first."""
     stop: Annotated[list[str], Field(max_length=MAX_STOPS)] | str | None = None
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool = False
@@ -74,12 +85,19 @@ class SamplingFields(BaseModel):
     stream_options: StreamOptions | None = None
     skip_special_tokens: bool = True
     cache_salt: str | None = None
+    priority: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
+    """Higher goes first on workers whose `waiting_queue_policy` is priority; 0.5 if not given. Others do not look."""
     return_token_ids: bool | None = None
     disaggregated_params: dict[str, Any] | None = None
 
     @property
     def choices(self) -> int:
         return self.n or 1
+
+    @property
+    def candidates(self) -> int:
+        """Answers to generate."""
+        return self.best_of or self.choices
 
     @property
     def stops(self) -> list[str]:
@@ -89,6 +107,8 @@ class SamplingFields(BaseModel):
 class CompletionRequest(SamplingFields):
     prompt: str | list[Any]
     prompt_token_ids: list[int] | None = None
+    max_tokens: int | None = Field(None, ge=0)
+    echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     add_special_tokens: bool = True
 
@@ -144,11 +164,8 @@ def _check_neutral(request: SamplingFields) -> None:
         if name not in _NEUTRAL:
             continue
         neutral, advice = _NEUTRAL[name]
-        if value not in neutral and not (name == "best_of" and value == request.choices):
+        if value not in neutral:
             raise _refused(name, value, advice)
-    response_format = extra.get("response_format")
-    if response_format is not None and response_format != {"type": "text"}:
-        raise _refused("response_format", response_format, '{"type": "text"}')
 
 
 def _check_together(request: SamplingFields) -> None:
@@ -156,8 +173,32 @@ def _check_together(request: SamplingFields) -> None:
         raise InvalidRequest("stream_options: only allowed with stream: true", param="stream_options")
     if "" in request.stops:
         raise InvalidRequest("stop: an empty string stops nothing; give text", param="stop")
+    if "" in (request.bad_words or ()):
+        raise InvalidRequest("bad_words: an empty string bans nothing; give text", param="bad_words")
+    if len(request.logit_bias or ()) > MAX_BIASES:
+        count = len(request.logit_bias or ())
+        raise InvalidRequest(f"logit_bias: {count} tokens; at most {MAX_BIASES} are allowed", param="logit_bias")
+    if request.stream and request.prompt_logprobs is not None:
+        raise InvalidRequest("prompt_logprobs: not with stream: true", param="prompt_logprobs")
+    _check_best_of(request)
     if isinstance(request, ChatCompletionRequest):
         _check_chat(request)
+    elif isinstance(request, CompletionRequest):
+        _check_completion(request)
+
+
+def _check_best_of(request: SamplingFields) -> None:
+    if request.best_of is None or request.best_of == request.choices:
+        return
+    if request.best_of < request.choices:
+        raise InvalidRequest(f"best_of: {request.best_of} is less than n ({request.choices})", param="best_of")
+    if request.stream:
+        raise InvalidRequest("best_of: more than n is not possible with stream: true", param="best_of")
+
+
+def _check_completion(request: CompletionRequest) -> None:
+    if request.max_tokens == 0 and not request.echo and request.prompt_logprobs is None:
+        raise InvalidRequest("max_tokens: 0 is only allowed with echo or prompt_logprobs", param="max_tokens")
 
 
 def _check_chat(request: ChatCompletionRequest) -> None:

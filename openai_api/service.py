@@ -7,14 +7,14 @@ import time
 from collections.abc import AsyncGenerator
 from typing import Protocol
 
-from engine.messages import Output, Submit, Timing
+from engine.messages import Output, Submit, Timing, TokenLogprob
 from kvstore.errors import InternalError, ServingError
 from kvstore.handoff import Handle
 from openai_api.assembly import ChoiceText, Delta
 from openai_api.engine_port import Engine
 from openai_api.intake import Job
 from openai_api.reply import Reply
-from openai_api.responses import ChoiceResult, ResponseWriter, Usage
+from openai_api.responses import ChoiceResult, ResponseWriter, Usage, best_of
 from openai_api.tokenizer import Tokenizer
 
 
@@ -40,6 +40,7 @@ class Generation:
         self.texts = [ChoiceText(tokenizer, job.text) for _ in range(job.sampling.n)]
         self.timing: Timing | None = None
         self.handle: Handle | None = None
+        self.prompt_logprobs: list[TokenLogprob] | None = None
         self.started = False
         self._running = set(range(job.sampling.n))  # choices that the engine has not ended
         self._counted_elsewhere = usage is not None
@@ -66,6 +67,8 @@ class Generation:
             self.timing = output.timing
         if output.cached_tokens is not None and not self._counted_elsewhere:
             self._usage.cached_tokens = output.cached_tokens
+        if output.prompt_logprobs is not None:
+            self.prompt_logprobs = output.prompt_logprobs
         if output.handle is not None:
             self.handle = output.handle
         if output.finish_reason is not None:
@@ -99,14 +102,18 @@ class Service:
         self._observer = observer
 
     async def complete(self, job: Job, reply: Reply) -> None:
-        """Prefill and decode here."""
+        """Prefill and decode here. `job.others` are not looked at."""
+        await self.answer(self.generation(job), reply)
+
+    def generation(self, job: Job) -> Generation:
         submit = Submit(
             request_id=job.request_id,
             prompt_ids=job.prompt_ids,
             sampling=job.sampling,
+            priority=job.priority,
             cache_salt=job.request.cache_salt or "",
         )
-        await self.answer(Generation(job, submit, self.tokenizer), reply)
+        return Generation(job, submit, self.tokenizer)
 
     async def answer(self, generation: Generation, reply: Reply) -> None:
         """Run to the end and send the answer. Raises ServingError; the reply turns it into a status or an event."""
@@ -146,8 +153,9 @@ class Service:
         self._observer.finished(generation, time.monotonic() - start)
 
     async def _whole(self, generation: Generation, reply: Reply) -> None:
-        choices = await self.collect(generation)
+        choices = best_of(await self.collect(generation), generation.job.request.choices)
         writer = ResponseWriter(generation.job, self.tokenizer)
+        writer.prompt_logprobs = generation.prompt_logprobs
         await reply.json(writer.body(choices, generation.usage), headers=timing_headers(generation))
 
     async def _stream(self, generation: Generation, reply: Reply) -> None:
@@ -156,6 +164,7 @@ class Service:
             async for index, delta in deltas:
                 if not reply.streaming:
                     await reply.open_stream(timing_headers(generation))
+                    writer.prompt_logprobs = generation.prompt_logprobs
                 chunk = writer.chunk(index, delta, generation.usage)
                 if chunk is not None:
                     await reply.event(chunk)

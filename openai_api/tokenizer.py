@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
+from engine.vocabulary import byte_reader
 from kvstore.errors import SettingsError
 from openai_api.chat_template import ChatTemplate
 
@@ -35,7 +35,7 @@ class Tokenizer:
         self.special_tokens = special_tokens
         self.use_chat_template(template)
         self.vocab_size = self.backend.get_vocab_size(with_added_tokens=True)
-        self._bytes_of = _byte_reader(json.loads(source))
+        self._bytes_of = byte_reader(json.loads(source))
         added = self.backend.get_added_tokens_decoder()
         self._added = {token_id: token.content for token_id, token in added.items()}
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
@@ -119,27 +119,3 @@ def _read_template(directory: Path, config: dict[str, Any]) -> str | None:
     if isinstance(template, list):
         template = {entry["name"]: entry["template"] for entry in template}.get("default")
     return template
-
-
-def _byte_reader(source: dict[str, Any]) -> Callable[[str], bytes]:
-    """How one vocabulary entry spells bytes, which the decoder of the tokenizer tells."""
-    decoder = source.get("decoder") or {}
-    steps = decoder.get("decoders", [decoder])
-    kinds = {step.get("type") for step in steps}
-    if "ByteLevel" in kinds:
-        table = _byte_level_alphabet()
-        return lambda token: bytes(table[char] for char in token) if all(c in table for c in token) else token.encode()
-
-    def plain(token: str) -> bytes:
-        if "ByteFallback" in kinds and len(token) == 6 and token.startswith("<0x"):
-            return bytes([int(token[3:5], 16)])
-        return token.replace("▁", " ").encode()
-
-    return plain
-
-
-def _byte_level_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-ins: printable Latin-1 bytes stand for themselves, the others begin at U+0100."""
-    own = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    rest = [byte for byte in range(256) if byte not in own]
-    return {chr(byte): byte for byte in own} | {chr(256 + place): byte for place, byte in enumerate(rest)}

@@ -20,7 +20,7 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 
-from kvstore.errors import InvalidRequest, ModelNotFound, NotReady, ServingError, SettingsError
+from kvstore.errors import InvalidRequest, NotReady, ServingError, SettingsError
 from kvstore.protocol import ServerRole
 from kvstore.registry import Backend, Membership, open_membership, parse_cluster_uri
 from kvstore.registry.http_store import HttpStore, storage_routes
@@ -115,7 +115,10 @@ class Router:
 
 
 def version() -> str:
-    return importlib.metadata.version("trtllm-disagg")
+    try:
+        return importlib.metadata.version("trtllm-disagg")
+    except importlib.metadata.PackageNotFoundError:  # run from a checkout that is not installed
+        return "0+source"
 
 
 def create_app(router: Router) -> FastAPI:
@@ -174,9 +177,8 @@ def _add_debug_routes(app: FastAPI, router: Router) -> None:
 
 async def _no_such_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    missing = ModelNotFound(f"{request.method} {request.url.path}: {error.detail}")
-    missing.code = "not_found"  # type: ignore[misc]
-    return Response(error_body(missing), error.status_code, media_type="application/json", headers=error.headers)
+    refusal = InvalidRequest(f"{request.method} {request.url.path}: {error.detail}")
+    return Response(error_body(refusal), error.status_code, media_type="application/json", headers=error.headers)
 
 
 async def _serving_error(request: Request, error: Exception) -> Response:

@@ -142,7 +142,8 @@ class Cluster:
         )
         ready = bool(self.contexts) and enough
         if ready != self.ready:
-            logger.warning("the cluster is %s", "ready" if ready else f"not ready: {self.why_not_ready()}")
+            log = logger.info if ready else logger.warning
+            log("the cluster is %s", "ready" if ready else f"not ready: {self.why_not_ready()}")
         self.ready = ready
 
     # ------------------------------------------------------------ views

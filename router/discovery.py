@@ -118,7 +118,7 @@ class Discovery:
             info = await self._server_info(worker)
             if not worker.usable or info.incarnation != worker.incarnation:
                 self._cluster.describe_worker(worker, info, await self._models(worker))
-        except httpx.HTTPError as error:
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise ProbeFailed(f"{type(error).__name__}: {error}") from None
 
     async def _server_info(self, worker: Worker) -> ServerInfo:

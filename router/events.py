@@ -44,6 +44,7 @@ async def follow_events(cluster: Cluster, worker: Worker, client: httpx.AsyncCli
         if worker.events_state != problem and worker.usable:
             logger.warning("%s worker %s: no KV events: %s", worker.role_name, worker.address, problem)
         worker.events_state = problem
+        worker.probe_now.set()  # a restart ends the stream first
         if worker.blocks is not None:
             cluster.index.restart(worker.blocks)
         await asyncio.sleep(pause)
@@ -62,8 +63,6 @@ async def _read_stream(cluster: Cluster, worker: Worker, client: httpx.AsyncClie
             if not line:
                 continue
             batch = _BATCH.decode(line)
-            if batch.incarnation != blocks.incarnation:
-                worker.probe_now.set()  # it restarted: /server_info tells the table so
             cluster.index.apply(blocks, batch)
             if worker.events_state != "live":
                 logger.info("%s worker %s: KV events are live", worker.role_name, worker.address)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from kvstore.errors import InternalError, NotReady, ServingError
+from kvstore.errors import InternalError, NotReady, RequestTooLarge, ServingError
 from router.bodies import CHAT, COMPLETIONS, error_body
 from router.chunked import LAST_CHUNK, frame, unframe
 from router.http_client import Connection
@@ -39,12 +39,6 @@ class _NoEvent:
 
 
 _NO_EVENT = _NoEvent()
-
-
-class BodyTooLarge(ServingError):
-    status = 413
-    type = "invalid_request_error"
-    code = "request_too_large"
 
 
 class ClientRequest:
@@ -146,7 +140,7 @@ class ClientRequest:
     # ------------------------------------------------------------ called by the orchestrator
 
     async def read_body(self) -> bytes:
-        """Raises BodyTooLarge; the connection is closed after that answer."""
+        """Raises RequestTooLarge; the connection is closed after that answer."""
         if self.more_body and not self._too_large:
             if self.expects_continue:
                 self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -154,7 +148,7 @@ class ClientRequest:
             await self._whole
         if self._too_large:
             self.keep_alive = self.keep_alive and not self.more_body
-            raise BodyTooLarge(f"the request body has more than {MAX_REQUEST_BYTES} bytes")
+            raise RequestTooLarge(f"the request body has more than {MAX_REQUEST_BYTES} bytes")
         return self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
 
     def respond(self, status: int, body: bytes, content_type: bytes = JSON, headers: bytes = b"") -> None:

@@ -32,7 +32,7 @@ class LegRefused(Exception):
 
 
 class LegFailed(UpstreamFailed):
-    """A worker that could not be reached, broke off, or answered 5xx: another one may do better."""
+    """A worker that could not be reached, broke off, or answered neither 200 nor 4xx: another one may do better."""
 
     unreachable = False  # the worker never saw the request
 
@@ -43,7 +43,7 @@ class LegFailed(UpstreamFailed):
         self.answer = answer
 
     def pass_on(self, client: ClientRequest) -> None:
-        if self.answer is None or client.started:
+        if client.started or self.answer is None or not 500 <= self.answer.status < 600:
             client.fail(self)
         else:
             pass_on_error(client, self.worker, self.answer)

@@ -19,7 +19,7 @@ from kvstore.errors import DeadlineExceeded, InvalidRequest, ServingError
 from kvstore.protocol import RELEASE_PATH
 from router.bodies import BadContextAnswer, ClientBody, ContextAnswer
 from router.cluster import Cluster
-from router.front_door import ClientRequest
+from router.front_door import JSON, ClientRequest
 from router.http_client import Answer, ExchangeFailed
 from router.ids import RequestIds
 from router.legs import EVENT_STREAM, LegFailed, LegRefused, leg_request, post_leg, timing_line
@@ -176,7 +176,7 @@ class Orchestrator:
         if client.wants_metrics:
             headers += timing_line(client, prefill_answer, answer)
         if answer.body is not None:
-            client.respond(200, answer.body, answer.header(b"content-type"), headers)
+            client.respond(200, answer.body, answer.header(b"content-type") or JSON, headers)
             return
         assert answer.stream is not None
         client.start_stream(answer.header(b"content-type"), headers)

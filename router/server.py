@@ -40,6 +40,16 @@ class RouterServer(uvicorn.Server):
         await super().startup(sockets)
         self._on_started()
 
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        """However it ends, nothing stays open: a listener or connection left over would keep the loop from closing."""
+        try:
+            await super().serve(sockets)
+        finally:
+            for listener in getattr(self, "servers", ()):
+                listener.close()
+            for connection in list(self.server_state.connections):
+                connection.transport.abort()
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         loop = asyncio.get_running_loop()

@@ -134,7 +134,7 @@ def mooncake_master(telemetry: bool, **options: object) -> None:
 @click.command("mooncake_pool_report")
 @click.option(
     "--run_dir",
-    type=click.Path(file_okay=False),
+    type=click.Path(file_okay=False, exists=True),
     required=True,
     help="Directory with the pool manifest and the segments/ records that each rank wrote.",
 )
@@ -144,17 +144,35 @@ def mooncake_master(telemetry: bool, **options: object) -> None:
     help="The master's log, for the placement table; default: mooncake_master.log in --run_dir.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the same facts as JSON.")
+@click.option(
+    "--html",
+    type=click.Path(dir_okay=False),
+    help="Also write a self-contained page with the placement map and occupancy over time.",
+)
 @_telemetry
-def mooncake_pool_report(run_dir: str, master_log: str | None, as_json: bool, telemetry: bool) -> None:
+def mooncake_pool_report(
+    run_dir: str, master_log: str | None, as_json: bool, html: str | None, telemetry: bool
+) -> None:
     """Report the capacity that a run's pool had, and where blocks landed.
 
     Safe while the job runs and after it: the records outlive the processes that wrote them.
     """
     from pathlib import Path
 
-    from mooncake_pool.report import collect, render, to_json
+    from mooncake_pool.report import collect, to_json
+    from mooncake_pool.report_html import page
+    from mooncake_pool.report_text import render
 
     report = collect(Path(run_dir), Path(master_log) if master_log else None)
+    if report.empty:
+        raise click.UsageError(
+            f"--run_dir {run_dir}: no pool.json, pool.last.json, segments/*.json or mooncake_master.log is there"
+        )
     for problem in report.problems:
         click.echo(f"warning: {problem}", err=True)
+    if html is not None:
+        try:
+            Path(html).write_text(page(report), encoding="utf-8")
+        except OSError as error:
+            raise click.ClickException(f"--html {html}: {error.strerror or error}") from None
     click.echo(to_json(report) if as_json else render(report))

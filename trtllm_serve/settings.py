@@ -254,23 +254,23 @@ class _Reader:
         return PoolConfig(**self._store)
 
     def _transfers(self, pool: PoolConfig | None) -> tuple[str, ...]:
-        """Hand-off paths for `cache_transceiver_config.backend`."""
+        """Hand-off paths for `cache_transceiver_config.backend`, fastest first."""
         path = "cache_transceiver_config.backend"
         block = self._layers.values.get("cache_transceiver_config")
         backend = block.get("backend", "DEFAULT") if isinstance(block, dict) else "DEFAULT"
-        every: tuple[str, ...] = ("shm",) if pool is None else ("shm", "pool")
+        last: tuple[str, ...] = () if pool is None else ("pool",)
         match backend:
             case "DEFAULT":
-                return every
+                return ("shm", "nixl", *last)
             case "NIXL" | "UCX":
-                self.notes.append(
-                    f"{path}: {backend} is served by shared memory of one host"
-                    + (", then the Mooncake pool" if pool else "; workers of other hosts recompute (no pool is set)")
-                )
-                return every
+                self._engine["transfers_required"] = True
+                return ("nixl", *last)
             case "MOONCAKE":
+                self._engine["transfers_required"] = True
+                return ("mooncake", *last)
+            case "POOL":
                 if not self._layers.values.get("kv_connector_config"):
-                    self._problem(path, "MOONCAKE needs kv_connector_config with a mooncake_store block")
+                    self._problem(path, "POOL needs kv_connector_config with a mooncake_store block")
                 return ("pool",)
             case "MPI":
                 self._problem(path, "MPI is not supported: workers here are not ranks of one MPI job")
@@ -279,7 +279,7 @@ class _Reader:
             case None:
                 self._problem(path, f"null turns hand-offs off, but --server_role is {self._server.server_role}")
             case _:
-                self._problem(path, f"{backend!r} must be one of DEFAULT, NIXL, UCX, MOONCAKE")
+                self._problem(path, f"{backend!r} must be one of DEFAULT, NIXL, UCX, MOONCAKE, POOL")
         return ()
 
     def _cluster_settings(self) -> ClusterSettings | None:

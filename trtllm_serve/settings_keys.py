@@ -6,6 +6,10 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
+from engine.mock_profile import MockProfile
+
 Parser = Callable[[Any], Any]
 """Value to its typed form; ValueError says what is allowed."""
 
@@ -98,13 +102,25 @@ def size(value: Any) -> int:
     return int(float(match[1]) * (1 << _UNITS[match[2]]))
 
 
+def mock_profile(value: Any) -> MockProfile:
+    try:
+        return msgspec.convert(value, MockProfile)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"is no mock profile: {error}") from None
+
+
 ENGINE: dict[str, tuple[str, Parser]] = {
+    "backend": ("backend", one_of("pytorch", "mock")),
+    "mock_config": ("mock", mock_profile),
     "dtype": ("dtype", one_of("auto", "float32", "bfloat16", "float16")),
+    "weight_dtype": ("weight_dtype", one_of("auto", "int8")),
+    "tensor_parallel_size": ("tp_size", positive),
     "max_batch_size": ("max_batch_size", positive),
     "max_num_tokens": ("max_num_tokens", positive),
     "max_seq_len": ("max_seq_len", positive),
     "cpu_threads": ("cpu_threads", not_negative),
     "custom_module_dirs": ("custom_module_dirs", texts),
+    "guided_decoding_backend": ("guided_decoding_backend", one_of("xgrammar", "llguidance", "none")),
     "on_handoff_failure": ("on_handoff_failure", one_of("recompute", "fail")),
     "fetch_timeout": ("fetch_timeout", seconds),
     "fault_injection": ("fault_injection", boolean),
@@ -113,10 +129,26 @@ ENGINE: dict[str, tuple[str, Parser]] = {
     "kv_cache_config.free_gpu_memory_fraction": ("free_gpu_memory_fraction", fraction),
     "kv_cache_config.enable_block_reuse": ("enable_block_reuse", boolean),
     "kv_cache_config.max_gpu_total_bytes": ("host_kv_bytes", size),
+    "kv_cache_config.enable_partial_reuse": ("enable_partial_reuse", boolean),
+    "kv_cache_config.host_cache_size": ("host_cache_size", size),
+    "kv_cache_config.event_buffer_max_size": ("event_buffer_max_size", not_negative),
+    "scheduler_config.capacity_scheduler_policy": (
+        "capacity_policy", one_of("GUARANTEED_NO_EVICT", "MAX_UTILIZATION")
+    ),
+    "scheduler_config.waiting_queue_policy": ("waiting_policy", one_of("fcfs", "priority")),
+    "scheduler_config.enable_prefix_aware_scheduling": ("prefix_aware", boolean),
+    "scheduler_config.context_chunking_policy": (
+        "chunking_policy", one_of("FCFS", "FIRST_COME_FIRST_SERVED", "EQUAL_PROGRESS")
+    ),
+    "enable_iter_perf_stats": ("enable_iter_perf_stats", boolean),
+    "iter_perf_stats_interval": ("iter_perf_stats_interval", positive),
+    "return_perf_metrics": ("return_perf_metrics", boolean),
     "cache_transceiver_config.kv_transfer_timeout_ms": ("handoff_timeout", milliseconds),
+    "cache_transceiver_config.kv_transfer_poll_interval_ms": ("transfer_poll_interval", milliseconds),
+    "cache_transceiver_config.max_tokens_in_buffer": ("max_tokens_in_buffer", positive),
 }
-"""Key to (field of EngineConfig, parser). Keys that are not TensorRT-LLM's: cpu_threads, on_handoff_failure,
-fetch_timeout, fault_injection."""
+"""Key to (field of EngineConfig, parser). Keys that are not TensorRT-LLM's: cpu_threads, weight_dtype, on_handoff_failure,
+fetch_timeout, fault_injection, mock_config."""
 
 STORE: dict[str, Parser] = {
     "pool": text,
@@ -140,11 +172,9 @@ CLUSTER: dict[str, Parser] = {
 }
 
 CHECKED: dict[str, Parser] = {
-    "backend": only("pytorch", "there is one engine"),
-    "tensor_parallel_size": only(1, "a worker is one rank"),
-    "pipeline_parallel_size": only(1, "a worker is one rank"),
-    "context_parallel_size": only(1, "a worker is one rank"),
-    "moe_expert_parallel_size": only(1, "a worker is one rank"),
+    "pipeline_parallel_size": only(1, "models are divided by tensor_parallel_size alone"),
+    "context_parallel_size": only(1, "models are divided by tensor_parallel_size alone"),
+    "moe_expert_parallel_size": only(1, "models are divided by tensor_parallel_size alone"),
     "max_beam_width": only(1, "there is no beam search"),
     "kv_cache_config.dtype": only("auto", "blocks have the model's data type"),
     "kv_connector_config.connector": one_of("mooncake-store"),
@@ -155,15 +185,18 @@ CHECKED: dict[str, Parser] = {
 
 BLOCKS: dict[str, frozenset[str]] = {
     "kv_cache_config": frozenset({
-        "dtype", "enable_partial_reuse", "copy_on_partial_reuse", "host_cache_size", "disk_cache_size",
-        "disk_cache_path", "event_buffer_max_size", "attention_dp_events_gather_period_ms",
+        "dtype", "copy_on_partial_reuse", "disk_cache_size",
+        "disk_cache_path", "attention_dp_events_gather_period_ms",
         "kv_cache_event_hash_algo", "kv_events_config", "use_kv_cache_manager_v2", "block_reuse_config",
         "max_attention_window", "max_util_for_resume", "secondary_offload_min_priority", "pool_ratio",
         "iteration_stats_interval", "sink_token_length", "cross_kv_cache_fraction", "use_uvm",
         "mamba_ssm_cache_dtype",
     }),
+    "scheduler_config": frozenset({
+        "dynamic_batch_config", "use_python_scheduler",
+    }),
     "cache_transceiver_config": frozenset({
-        "backend", "max_tokens_in_buffer", "kv_transfer_poll_interval_ms", "kv_transfer_sender_future_timeout_ms",
+        "backend", "kv_transfer_sender_future_timeout_ms",
         "kv_cache_bounce_size_mb", "agent_bounce_buffer_enable", "agent_bounce_params", "enable_pipelined_transfer",
         "transceiver_runtime",
     }),
@@ -182,16 +215,16 @@ OPEN = frozenset({
     "allow_request_chat_template", "attention_dp_config", "attn_backend", "batch_wait_timeout_iters",
     "batch_wait_timeout_ms", "batched_logits_processor", "build_config", "checkpoint_format", "checkpoint_loader",
     "cp_config", "cuda_graph_config", "decoding_config", "disable_overlap_scheduler", "embedding_parallel_mode",
-    "enable_attention_dp", "enable_autotuner", "enable_chunked_prefill", "enable_iter_perf_stats",
+    "enable_attention_dp", "enable_autotuner", "enable_chunked_prefill",
     "enable_iter_req_stats", "enable_layerwise_nvtx_marker", "enable_lora", "enable_min_latency", "env_overrides",
     "extended_runtime_perf_knob_config", "fast_build", "gather_generation_logits", "gpus_per_node",
-    "guided_decoding_backend", "internal_request_auth_key", "iter_perf_stats_interval", "iter_stats_max_iterations",
+    "internal_request_auth_key", "iter_stats_max_iterations",
     "kv_cache_dtype", "load_format", "max_input_len", "max_stats_len", "mm_encoder_only", "model", "moe_config",
     "moe_backend", "moe_cluster_parallel_size", "moe_tensor_parallel_size", "multimodal_config",
     "num_postprocess_workers", "nvfp4_gemm_config", "orchestrator_type", "otlp_traces_endpoint",
     "peft_cache_config", "perf_metrics_max_requests", "postprocess_tokenizer_dir", "print_iter_log",
     "processor_kwargs", "pytorch_backend_config", "quant_config", "ray_placement_config", "reasoning_parser",
-    "request_stats_max_iterations", "return_perf_metrics", "revision", "sampler_type", "scheduler_config",
+    "request_stats_max_iterations", "revision", "sampler_type",
     "skip_tokenizer_init", "sparse_attention_config", "stream_interval", "telemetry_config", "tokenizer",
     "tokenizer_mode", "tokenizer_revision", "torch_compile_config", "trust_remote_code", "use_cuda_graph",
     "video_pruning_rate", "workspace",

@@ -21,8 +21,11 @@ from starlette.applications import Starlette
 import context_worker.app
 import generation_worker.app
 from context_worker.app import Worker, WorkerOptions
-from engine.checkpoint import resolve_model
+from context_worker.kv_plane import KvPlane, is_kept_in
+from engine.checkpoint import open_checkpoint, resolve_model
 from engine.client import EngineClient
+from engine.config import EngineConfig
+from engine.mock_profile import MockProfile
 from kvstore.protocol import ServerRole, WorkerRecord, join_address
 from kvstore.registry import Registration, new_worker_id, register_worker
 from openai_api.tokenizer import Tokenizer
@@ -83,12 +86,29 @@ class WorkerServer:
     async def _start_engine(self) -> EngineClient:
         path = await asyncio.to_thread(resolve_model, self._settings.model)
         endpoint = join_address(reachable_host(self._socket), bound_port(self._socket))
-        config = msgspec.structs.replace(self._settings.engine, model=path, endpoint=endpoint)
+        tokenizer = self._settings.flags.tokenizer
+        config = msgspec.structs.replace(
+            self._settings.engine,
+            model=path,
+            endpoint=endpoint,
+            tokenizer=resolve_model(tokenizer) if tokenizer else None,
+        )
         self._tokenizer = await asyncio.to_thread(self._load_tokenizer, path)
         started = time.monotonic()
-        engine = await EngineClient.start(config)
+        engine = await self._open_engine(config)
         logger.info("engine ready after %.1f s: %d KV blocks", time.monotonic() - started, engine.ready.num_blocks)
         return engine
+
+    async def _open_engine(self, config: EngineConfig) -> EngineClient:
+        if config.backend != "mock":
+            return await EngineClient.start(config)
+        from engine.mock import MockEngine
+
+        checkpoint = await asyncio.to_thread(open_checkpoint, config.model)
+        longest = config.max_seq_len or checkpoint.max_seq_len
+        config = msgspec.structs.replace(config, max_seq_len=longest)
+        profile = config.mock or MockProfile()
+        return MockEngine(config, profile, checkpoint.vocab_size, sorted(checkpoint.eos_token_ids))
 
     def _load_tokenizer(self, model_path: str) -> Tokenizer:
         flags = self._settings.flags
@@ -127,11 +147,12 @@ class WorkerServer:
             aliases=(settings.model, Path(settings.model).name),
             max_batch_size=settings.engine.max_batch_size,
             fault_injection=settings.engine.fault_injection,
+            endpoint=join_address(reachable_host(self._socket), bound_port(self._socket)),
         )
         worker = Worker(engine, self._tokenizer, options)
         registration = self._registration()
         self._http = _HttpServer(self._application(worker), self._grace)
-        async with asyncio.TaskGroup() as group:
+        async with self._kv_plane(engine, registration), asyncio.TaskGroup() as group:
             group.create_task(self._http.serve([self._socket]))
             await self._http.listening.wait()
             self._settled(served_name)
@@ -139,6 +160,22 @@ class WorkerServer:
                 registration.start()
             await self._unless_told(engine.wait_dead())
             await self._wind_down(engine, worker, registration)
+
+    def _kv_plane(
+        self, engine: EngineClient, registration: Registration | None
+    ) -> contextlib.AbstractAsyncContextManager[None]:
+        """KV events and leases go to the same Redis as the worker's record, if there is one."""
+        cluster = self._settings.cluster
+        if cluster is None or registration is None or not is_kept_in(cluster.cluster_uri):
+            return contextlib.nullcontext()
+        return KvPlane(
+            engine,
+            cluster.cluster_uri,
+            cluster.cluster_name,
+            registration.record.worker_id,
+            ttl=cluster.inactive_timeout_sec,
+            lease_time=self._settings.engine.handoff_timeout,
+        ).publishing()
 
     def _settled(self, served_name: str) -> None:
         # What is there now lives as long as the process: the collector need not look at it again.

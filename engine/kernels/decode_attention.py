@@ -13,26 +13,36 @@ import torch
 import triton
 import triton.language as tl
 
-FP8_MAX = 448.0
-"""Largest finite e4m3 value; K and V are clamped to it."""
+@triton.jit
+def partner_of(dims, ROT: tl.constexpr):
+    """The dimension that rotates together with each of `dims`; beyond ROT each is its own."""
+    half: tl.constexpr = ROT // 2
+    return tl.where(dims < half, dims + half, tl.where(dims < ROT, dims - half, dims))
 
 
 @triton.jit
-def rotated(base, dims, position, cos_ptr, sin_ptr, gain_ptr, eps, mask, DIM: tl.constexpr, ROT: tl.constexpr, NORM: tl.constexpr):  # fmt: skip
-    """Heads [..., DIM] at `base`, normalised if NORM, their first ROT dimensions turned to `position`; in float32."""
+def turned(x, y, dims, cos, sin, gain_ptr, eps, DIM: tl.constexpr, ROT: tl.constexpr, NORM: tl.constexpr):
+    """Heads x [..., DIM] and their partners y, normalised if NORM, then rotated; in float32."""
     half: tl.constexpr = ROT // 2
-    partner = tl.where(dims < half, dims + half, tl.where(dims < ROT, dims - half, dims))
-    x = tl.load(base + dims, mask=mask, other=0.0).to(tl.float32)
-    y = tl.load(base + partner, mask=mask, other=0.0).to(tl.float32)
+    x = x.to(tl.float32)
+    y = y.to(tl.float32)
     if NORM:
         scale = tl.rsqrt(tl.sum(x * x, 1) / DIM + eps)[:, None]
         x = (x * scale) * tl.load(gain_ptr + dims).to(tl.float32)
-        y = (y * scale) * tl.load(gain_ptr + partner).to(tl.float32)
-    angle = position * half + tl.where(dims < half, dims, dims - half)
-    turns = dims < ROT
-    cos = tl.load(cos_ptr + angle, mask=turns, other=1.0)
-    sin = tl.load(sin_ptr + angle, mask=turns, other=0.0)
+        y = (y * scale) * tl.load(gain_ptr + partner_of(dims, ROT)).to(tl.float32)
     return x * cos + tl.where(dims < half, -y, y) * sin
+
+
+@triton.jit
+def _attend(q, k, v, ok, m, total, acc, PRECISION: tl.constexpr):
+    """Online softmax: takes keys k [DIM, N] and values v [N, DIM], of which those that are `ok` count."""
+    score = tl.where(ok[None, :], tl.dot(q, k, input_precision=PRECISION), -1e30)
+    best = tl.maximum(m, tl.max(score, 1))
+    p = tl.exp2(score - best[:, None])
+    shrink = tl.exp2(m - best)
+    total = total * shrink + tl.sum(p, 1)
+    acc = acc * shrink[:, None] + tl.dot(p.to(q.dtype), v, input_precision=PRECISION)
+    return best, total, acc
 
 
 @triton.jit
@@ -42,7 +52,8 @@ def _decode_kernel(
     scale, eps, page_stride, token_stride, head_stride, table_stride, staged_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_DOT: tl.constexpr, GROUP_POW: tl.constexpr,
     DIM: tl.constexpr, ROT: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
-    QK_NORM: tl.constexpr, FP8: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    QK_NORM: tl.constexpr, FP8: tl.constexpr, PRECISION: tl.constexpr, AHEAD: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0)
     h = tl.program_id(1)
@@ -56,29 +67,51 @@ def _decode_kernel(
     group_ok = (g < GROUP)[:, None]
     head = h * GROUP + g
     out = out_ptr + b.to(tl.int64) * (HEADS * DIM)
+    per = tl.cdiv(tl.cdiv(past, used), BLOCK_N) * BLOCK_N
+    begin = s * per
+    end = tl.minimum(begin + per, past)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
+    if AHEAD:  # the pool's K and V do not depend on the kernel that is waited for
+        first_ok = begin + t < end
+        page = tl.load(table_ptr + b * table_stride + (begin + t) // PAGE, mask=first_ok, other=0).to(tl.int64)
+        at = page * page_stride + ((begin + t) % PAGE) * token_stride + h * head_stride
+        first_k = tl.load(k_ptr + at[None, :] + d[:, None], mask=first_ok[None, :], other=0.0)
+        first_v = tl.load(v_ptr + at[:, None] + d[None, :], mask=first_ok[:, None], other=0.0)
+    half: tl.constexpr = ROT // 2
+    dims = d[None, :]
+    partner = partner_of(dims, ROT)
+    angle = tl.maximum(past, 0) * half + tl.where(dims < half, dims, dims - half)
+    cos = tl.load(cos_ptr + angle, mask=dims < ROT, other=1.0)
+    sin = tl.load(sin_ptr + angle, mask=dims < ROT, other=0.0)
+    if PDL:
         tl.extra.cuda.gdc_wait()
     if length <= 0:
         if s == 0:  # a padding row: finite, so that nothing downstream sees NaN
             zero = tl.zeros([GROUP_DOT, DIM], out_ptr.dtype.element_ty)
             tl.store(out + head[:, None] * DIM + d[None, :], zero, mask=group_ok)
     elif s < used:
+        # All loads before the first use: their latencies then overlap.
         row = qkv_ptr + b.to(tl.int64) * ((HEADS + 2 * KV_HEADS) * DIM)
-        q = rotated(row + head[:, None] * DIM, d[None, :], past, cos_ptr, sin_ptr, query_norm_ptr, eps, group_ok, DIM, ROT, QK_NORM)  # fmt: skip
+        q_at = row + head[:, None] * DIM
+        k_at = row + (HEADS + h) * DIM
+        x = tl.load(q_at + dims, mask=group_ok, other=0.0)
+        y = tl.load(q_at + partner, mask=group_ok, other=0.0)
+        new_x = tl.load(k_at + dims)
+        new_y = tl.load(k_at + partner)
+        new_v = tl.load(row + (HEADS + KV_HEADS + h) * DIM + dims)
+        q = turned(x, y, dims, cos, sin, query_norm_ptr, eps, DIM, ROT, QK_NORM)
+        q = q.to(qkv_ptr.dtype.element_ty).to(tl.float32) * (scale * 1.4426950408889634)
         if FP8:
-            # e4m3 converts exactly and fast to float16, not to bfloat16.
-            q = (q.to(qkv_ptr.dtype.element_ty).to(tl.float32) * (scale * 1.4426950408889634)).to(tl.float16)
+            q = q.to(tl.float16)  # e4m3 converts exactly and fast to float16, not to bfloat16
         else:
-            q = (q.to(qkv_ptr.dtype.element_ty).to(tl.float32) * (scale * 1.4426950408889634)).to(qkv_ptr.dtype.element_ty)  # fmt: skip
+            q = q.to(qkv_ptr.dtype.element_ty)
         m = tl.full([GROUP_DOT], -1e30, tl.float32)
         total = tl.zeros([GROUP_DOT], tl.float32)
         acc = tl.zeros([GROUP_DOT, DIM], tl.float32)
         if s == 0:
-            one = tl.arange(0, 1)[:, None]
-            new_k = rotated(row + (HEADS + h) * DIM + one, d[None, :], past, cos_ptr, sin_ptr, key_norm_ptr, eps, one < 1, DIM, ROT, QK_NORM)  # fmt: skip
+            new_k = turned(new_x, new_y, dims, cos, sin, key_norm_ptr, eps, DIM, ROT, QK_NORM)
             new_k = new_k.to(qkv_ptr.dtype.element_ty)
-            new_v = tl.load(row + (HEADS + KV_HEADS + h) * DIM + d[None, :])
             if FP8:
                 new_k = tl.clamp(new_k.to(tl.float32), -448.0, 448.0)
                 new_v = tl.clamp(new_v.to(tl.float32), -448.0, 448.0)
@@ -90,25 +123,22 @@ def _decode_kernel(
             m = tl.sum(q.to(tl.float32) * new_k.to(tl.float32), 1)
             total = tl.full([GROUP_DOT], 1.0, tl.float32)
             acc = acc + new_v.to(tl.float32)
-        per = tl.cdiv(tl.cdiv(past, used), BLOCK_N) * BLOCK_N
-        begin = s * per
-        end = tl.minimum(begin + per, past)
-        for i in range(begin, end, BLOCK_N):
+        rest = begin
+        if AHEAD:
+            m, total, acc = _attend(q, first_k.to(q.dtype), first_v.to(q.dtype), first_ok, m, total, acc, PRECISION)
+            rest = begin + BLOCK_N
+        for i in range(rest, end, BLOCK_N):
             token = i + t
             ok = token < end
             page = tl.load(table_ptr + b * table_stride + token // PAGE, mask=ok, other=0).to(tl.int64)
             at = page * page_stride + (token % PAGE) * token_stride + h * head_stride
             k = tl.load(k_ptr + at[None, :] + d[:, None], mask=ok[None, :], other=0.0).to(q.dtype)
             v = tl.load(v_ptr + at[:, None] + d[None, :], mask=ok[:, None], other=0.0).to(q.dtype)
-            score = tl.where(ok[None, :], tl.dot(q, k, input_precision=PRECISION), -1e30)
-            best = tl.maximum(m, tl.max(score, 1))
-            p = tl.exp2(score - best[:, None])
-            shrink = tl.exp2(m - best)
-            total = total * shrink + tl.sum(p, 1)
-            acc = acc * shrink[:, None] + tl.dot(p.to(q.dtype), v, input_precision=PRECISION)
-            m = best
+            m, total, acc = _attend(q, k, v, ok, m, total, acc, PRECISION)
         result = acc / tl.maximum(total, 1e-30)[:, None]
-        if used == 1:
+        if SPLITS == 1:
+            tl.store(out + head[:, None] * DIM + d[None, :], result.to(out_ptr.dtype.element_ty), mask=group_ok)
+        elif used == 1:
             tl.store(out + head[:, None] * DIM + d[None, :], result.to(out_ptr.dtype.element_ty), mask=group_ok)
         else:
             group = b * KV_HEADS + h
@@ -117,17 +147,20 @@ def _decode_kernel(
             lse = tl.where(total > 0, m + tl.log2(tl.maximum(total, 1e-30)), -1e30)
             tl.store(lse_ptr + cell, lse, mask=g < GROUP)
             tl.debug_barrier()
+            # The program that arrives last joins the parts in their order: the sum does not depend on who was last.
             if tl.atomic_add(arrived_ptr + group, 1, sem="acq_rel") == used - 1:
-                part = tl.arange(0, SPLITS)[:, None]
-                flat = tl.arange(0, GROUP_POW * DIM)[None, :]
-                ok = (part < used) & (flat < GROUP * DIM)
-                at = (group * SPLITS + part) * GROUP + flat // DIM
+                part = tl.arange(0, SPLITS)
+                member = tl.arange(0, GROUP_POW)
+                at = (group * SPLITS + part[:, None]) * GROUP + member[None, :]
+                ok = (part < used)[:, None] & (member < GROUP)[None, :]
                 weight = tl.load(lse_ptr + at, mask=ok, other=-1e30, cache_modifier=".cg")
                 weight = tl.exp2(weight - tl.max(weight, 0)[None, :])
-                share = tl.load(partial_ptr + at.to(tl.int64) * DIM + flat % DIM, mask=ok, other=0.0, cache_modifier=".cg")  # fmt: skip
-                joined = tl.sum(share * weight, 0) / tl.sum(weight, 0)
-                flat = tl.arange(0, GROUP_POW * DIM)
-                tl.store(out + h * GROUP * DIM + flat, joined.to(out_ptr.dtype.element_ty), mask=flat < GROUP * DIM)
+                weight = weight / tl.sum(weight, 0)[None, :]
+                cells = partial_ptr + at[:, :, None].to(tl.int64) * DIM + tl.arange(0, DIM)[None, None, :]
+                share = tl.load(cells, mask=ok[:, :, None], other=0.0, cache_modifier=".cg")
+                joined = tl.sum(share * weight[:, :, None], 0)
+                to = (h * GROUP + member)[:, None] * DIM + tl.arange(0, DIM)[None, :]
+                tl.store(out + to, joined.to(out_ptr.dtype.element_ty), mask=(member < GROUP)[:, None])
                 tl.store(arrived_ptr + group, 0)
 
 
@@ -180,12 +213,28 @@ class DecodeScratch:
         self.arrived = torch.zeros(rows * heads.kv_heads, dtype=torch.int32, device=device)
 
 
-def choose_splits(rows: int, kv_heads: int, processors: int) -> int:
-    """Programs that share one sequence's KV: enough to fill the GPU, and two at least against uneven lengths."""
-    splits = 2
-    while rows * kv_heads * splits < processors and splits < 32:
+@dataclasses.dataclass(frozen=True, slots=True)
+class Cut:
+    """How the attention of a step is cut up: `splits` programs share a sequence's KV, `block_n` tokens at a time. With
+    `ahead` a program has its first tokens loaded before the query is there."""
+
+    splits: int = 2
+    block_n: int = 64
+    warps: int = 4
+    stages: int = 3
+    ahead: bool = False
+
+
+def cut_for(rows: int, kv_heads: int) -> Cut:
+    """One-warp programs, enough of them to keep the memory busy; for very few rows larger ones, which have less to
+    join. A sequence is cut no finer than that, but cut it is: lengths differ."""
+    pairs = rows * kv_heads
+    if pairs <= 16:
+        return Cut(32, 64, 4, 2, ahead=True)
+    splits = 1
+    while pairs * splits < 1024 and splits < 16:
         splits *= 2
-    return splits
+    return Cut(splits, 32, 1, 3)
 
 
 def decode_attention(
@@ -201,10 +250,7 @@ def decode_attention(
     *,
     query_norm: torch.Tensor | None = None,
     key_norm: torch.Tensor | None = None,
-    splits: int = 2,
-    block_n: int = 64,
-    warps: int = 4,
-    stages: int = 3,
+    cut: Cut,
     pdl: bool = False,
 ) -> torch.Tensor:
     """Attended rows `out` [B, heads * dim] of qkv [B, (heads + 2 kv_heads) * dim].
@@ -216,15 +262,15 @@ def decode_attention(
     group = heads.heads // heads.kv_heads
     fp8 = keys.dtype == torch.float8_e4m3fn
     extra = {"launch_pdl": True} if pdl else {}
-    _decode_kernel[(len(lengths), heads.kv_heads, splits)](
+    _decode_kernel[(len(lengths), heads.kv_heads, cut.splits)](
         qkv, keys, values, tables, lengths, heads.cos, heads.sin,
         qkv if query_norm is None else query_norm, qkv if key_norm is None else key_norm,
         staged, out, scratch.partial, scratch.lse, scratch.arrived,
         heads.scale, heads.eps, keys.stride(0), keys.stride(1), keys.stride(2), tables.stride(0), staged.stride(0),
         HEADS=heads.heads, KV_HEADS=heads.kv_heads, GROUP=group, GROUP_DOT=max(16, triton.next_power_of_2(group)),
         GROUP_POW=triton.next_power_of_2(group), DIM=heads.dim, ROT=heads.rotary_dim, PAGE=keys.shape[1],
-        BLOCK_N=block_n, SPLITS=splits, QK_NORM=query_norm is not None, FP8=fp8,
-        PRECISION="ieee" if qkv.dtype == torch.float32 else "tf32", PDL=pdl,
-        num_warps=warps, num_stages=stages, **extra,
+        BLOCK_N=cut.block_n, SPLITS=cut.splits, QK_NORM=query_norm is not None, FP8=fp8,
+        PRECISION="ieee" if qkv.dtype == torch.float32 else "tf32", AHEAD=cut.ahead, PDL=pdl,
+        num_warps=cut.warps, num_stages=cut.stages, **extra,
     )  # fmt: skip
     return out

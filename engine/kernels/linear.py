@@ -17,7 +17,8 @@ import triton.language as tl
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tile:
     """How one product is cut up. `block_n` output features and `block_k` inputs a tile; `split` programs share the
-    inputs of one tile; `ahead` inputs of each weight row are prefetched before the rows are there (0: none)."""
+    inputs of one tile; `ahead` inputs of each weight row are prefetched before the rows are there (0: none). Without
+    `norms` the rows are normalised by a launch of their own: many rows are better read than normalised by every tile."""
 
     block_n: int
     block_k: int
@@ -25,13 +26,21 @@ class Tile:
     warps: int = 4
     stages: int = 4
     ahead: int = 0
+    norms: bool = True
 
 
 @triton.jit
-def prefetch_l2(pointers):
-    """Asks for the 128-byte lines at `pointers`; nothing waits for them."""
+def prefetch_l2(pointers, COUNT: tl.constexpr, BYTES: tl.constexpr):
+    """Asks for BYTES bytes at each of COUNT `pointers`, a power of two; nothing waits for them. One thread asks for
+    each: the elements of a short tensor lie in the first threads, and in others again."""
     tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+        "{ .reg .pred first; .reg .u32 thread; mov.u32 thread, %tid.x; setp.lt.u32 first, thread, $2;"
+        " @first cp.async.bulk.prefetch.L2.global [$1], $3; mov.u32 $0, 0; }",
+        "=r,l,r,r",
+        [pointers.to(tl.int64), COUNT, BYTES],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
     )
 
 
@@ -43,7 +52,7 @@ def _silu(x):
 @triton.jit
 def _one_row_kernel(
     x_ptr, w_ptr, bias_ptr, norm_ptr, out_ptr, n, k, eps,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, AHEAD: tl.constexpr, LINE: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, AHEAD: tl.constexpr, ITEM: tl.constexpr,
     NORM: tl.constexpr, RESIDUAL: tl.constexpr, SILU: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -54,10 +63,10 @@ def _one_row_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         if AHEAD > 0:
-            lines = w_ptr + rows[:, None].to(tl.int64) * k + tl.arange(0, AHEAD // LINE)[None, :] * LINE
-            prefetch_l2(lines)
+            first = w_ptr + rows.to(tl.int64) * k
+            prefetch_l2(first, BLOCK_N, AHEAD * ITEM)
             if SILU:
-                prefetch_l2(lines + up_offset)
+                prefetch_l2(first + up_offset, BLOCK_N, AHEAD * ITEM)
         tl.extra.cuda.gdc_wait()
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     up = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
@@ -104,7 +113,7 @@ def _one_row_kernel(
 def _few_rows_kernel(
     x_ptr, w_ptr, bias_ptr, norm_ptr, out_ptr, partial_ptr, arrived_ptr, m, n, k, eps,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr,
-    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, AHEAD: tl.constexpr, LINE: tl.constexpr, PRECISION: tl.constexpr,
+    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, AHEAD: tl.constexpr, ITEM: tl.constexpr, PRECISION: tl.constexpr,
     NORM: tl.constexpr, RESIDUAL: tl.constexpr, SILU: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # The product is computed transposed: weights are the left operand, so that its many rows fill the tensor cores.
@@ -123,10 +132,10 @@ def _few_rows_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         if AHEAD > 0:
-            lines = w_ptr + features[:, None].to(tl.int64) * k + begin + tl.arange(0, AHEAD // LINE)[None, :] * LINE
-            prefetch_l2(lines)
+            first = w_ptr + features.to(tl.int64) * k + begin
+            prefetch_l2(first, BLOCK_N, AHEAD * ITEM)
             if SILU:
-                prefetch_l2(lines + up_offset)
+                prefetch_l2(first + up_offset, BLOCK_N, AHEAD * ITEM)
         tl.extra.cuda.gdc_wait()
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
@@ -218,15 +227,15 @@ def linear(
     the weight is [2 N, K], gate above up, and out is silu(gate) * up. A split tile needs `scratch` and takes no norm.
     """
     (m, k), n = x.shape, out.shape[1]
+    if x.element_size() > 2:  # the tile's inputs then take as much shared memory
+        tile = dataclasses.replace(tile, block_k=max(16, tile.block_k // 2))
     even_k = k % (tile.block_k * tile.split) == 0
     even_n = n % tile.block_n == 0
-    line = 128 // weight.element_size()
     share = triton.cdiv(triton.cdiv(k, tile.block_k), tile.split) * tile.block_k
     ahead = min(tile.ahead, share) if even_n and even_k else 0
-    ahead = 1 << (ahead.bit_length() - 1) if ahead >= line else 0
     unused = x  # a pointer that the kernel does not follow
     common = {
-        "AHEAD": ahead, "LINE": line, "NORM": norm is not None, "RESIDUAL": add, "SILU": silu,
+        "AHEAD": ahead, "ITEM": weight.element_size(), "NORM": norm is not None, "RESIDUAL": add, "SILU": silu,
         "BIAS": bias is not None, "PDL": pdl, "num_warps": tile.warps, "num_stages": tile.stages,
     }  # fmt: skip
     if pdl:

@@ -1,5 +1,5 @@
-"""The Llama family: one decoder block for Llama, Mistral, Qwen2 (biases), Qwen3 (normalised query and key heads), SmolLM3
-(layers without rotation), Phi-3 (projections fused in the checkpoint), Qwen3-MoE and Mixtral (experts).
+"""The Llama family: one decoder block for Llama, Mistral, Qwen2 (biases), Qwen3 (normalised query and key heads),
+SmolLM3 (layers without rotation), Phi-3 (projections fused in the checkpoint), Qwen3-MoE and Mixtral (experts).
 
 q, k, v and gate, up are one product each. Of several ranks each has a share of the heads and of the feed-forward width.
 """
@@ -115,9 +115,11 @@ class LlamaFamily:
         if layer.gate_up is None or layer.down is None:
             raise ValueError("a layer without experts needs gate_up and down")
         gate, up = multiply(normed, layer.gate_up, layer.gate_up_bias).chunk(2, -1)
-        return self._add_product(F.silu(gate) * up, layer.down, layer.down_bias, x)
+        return self._add_product(F.silu(gate).mul_(up), layer.down, layer.down_bias, x)
 
-    def _add_product(self, x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None, base: torch.Tensor) -> torch.Tensor:
+    def _add_product(
+        self, x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None, base: torch.Tensor
+    ) -> torch.Tensor:
         """base + x @ matrix + bias, where each rank has a part of the inner dimension."""
         if self.group.part.ranks == 1:
             return add_product(x, matrix, bias, base)
@@ -182,7 +184,7 @@ class _Reader:
     def fused_bias(self, names: tuple[str, ...], outs: tuple[int, ...]) -> torch.Tensor | None:
         if len(names) == 1:
             whole = self.optional(f"{names[0]}.bias", sum(outs))
-            parts: list[torch.Tensor | None] = [None] if whole is None else [*whole.split(list(outs))]
+            parts: list[torch.Tensor | None] = [None] if whole is None else [*torch.split(whole, list(outs))]
         else:
             parts = [self.optional(f"{name}.bias", out) for name, out in zip(names, outs, strict=True)]
         present = [self.weights.group.part.of(part, 0) for part in parts if part is not None]
@@ -199,7 +201,9 @@ class _Reader:
         if shape is None:
             raise ValueError("a sparse layer of a model without experts")
         mixtral = f"{self.prefix}block_sparse_moe.gate.weight" in self.weights
-        block, names = ("block_sparse_moe", ("w1", "w3", "w2")) if mixtral else ("mlp", ("gate_proj", "up_proj", "down_proj"))
+        block, names = (
+            ("block_sparse_moe", ("w1", "w3", "w2")) if mixtral else ("mlp", ("gate_proj", "up_proj", "down_proj"))
+        )
         router = self.weights.get(f"{self.prefix}{block}.gate.weight", (shape.count, hidden), self.dtype)
         blocks = []
         for number in range(shape.count):

@@ -9,6 +9,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from engine.models import fallback
 from kvstore.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -64,14 +65,22 @@ def supported_architectures() -> list[str]:
     return sorted(_FACTORIES)
 
 
+def _transformers_model(config: Mapping[str, Any], weights: Weights, dtype: torch.dtype) -> Model:
+    from engine.models.hf import HFModel
+
+    return HFModel(config, weights, dtype)
+
+
 def model_factory(config: Mapping[str, Any]) -> ModelFactory:
-    """The factory for the first known entry of `architectures`. SettingsError names what is supported."""
+    """The factory for the first known entry of `architectures`, else transformers' model of the first one.
+    SettingsError names what is supported."""
+    fallback.check_quantisation(config)
     names = config.get("architectures") or []
     for name in names:
         if name in _FACTORIES:
             return _FACTORIES[name]
-    supported = ", ".join(supported_architectures())
-    raise SettingsError([("model.architectures", f"{names} is not supported; supported: {supported}")])
+    fallback.check(config, str(names[0]) if names else "(none)", supported_architectures())
+    return _transformers_model
 
 
 def load_custom_modules(directories: Sequence[str]) -> list[str]:

@@ -115,8 +115,10 @@ class Rotary:
 
     def rotate(self, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """Heads [T, H, head_dim] turned to their positions, in the heads' dtype."""
+        out = torch.empty(heads.shape, dtype=torch.result_type(heads, cos), device=heads.device)
         first, second = heads[..., : self.size].chunk(2, dim=-1)
-        turned = [first * cos - second * sin, second * cos + first * sin]
-        if self.size < heads.shape[-1]:
-            turned.append(heads[..., self.size :])
-        return torch.cat(turned, dim=-1).to(heads.dtype)
+        turned_first, turned_second = out[..., : self.size].chunk(2, dim=-1)
+        torch.mul(first, cos, out=turned_first).addcmul_(second, sin, value=-1)
+        torch.mul(second, cos, out=turned_second).addcmul_(first, sin)
+        out[..., self.size :] = heads[..., self.size :]
+        return out.to(heads.dtype)

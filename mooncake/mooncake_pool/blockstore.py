@@ -21,7 +21,9 @@ TRAILER = struct.Struct("<8sQ16s16sQ8x")
 TRAILER_BYTES = TRAILER.size
 MAGIC = b"TDKVBLK1"
 
-Buffer = memoryview | np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
+_CACHED_BYTES = 1024 * 1024
+"""Copied and hashed at a time: small enough to be in the cache still when it is hashed, and large enough to seldom wait
+for the interpreter lock."""
 
 
 class BlockStore(Protocol):
@@ -66,31 +68,35 @@ def scope_of(prefix: str) -> int:
     return xxhash.xxh3_64_intdigest(prefix.encode())
 
 
-def copy_bytes(target: Buffer, source: Buffer) -> None:
-    """Equal lengths. Does not hold the GIL while it copies."""
-    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
-
-
-def seal_value(value: memoryview, key: bytes, scope: int) -> None:
-    """Writes the trailer behind the block that `value` holds already."""
+def write_value(value: memoryview, block: memoryview, key: bytes, scope: int) -> None:
+    """Fills `value` with the block and its trailer, checksummed while it passes through the cache."""
     length = len(value) - TRAILER_BYTES
-    checksum = xxhash.xxh3_128_digest(value[:length], seed=scope)
+    checksum = _copy_and_hash(value[:length], block, scope)
     TRAILER.pack_into(value, length, MAGIC, length, key, checksum, scope)
 
 
-def open_value(value: memoryview, key: bytes, scope: int, received: int) -> memoryview | None:
-    """The block inside `value` when `received` bytes are all of it and it is the one asked for; else None.
+def read_value(value: memoryview, block: memoryview, key: bytes, scope: int) -> bool:
+    """Copies the block inside `value`, which another process may be changing meanwhile; True when it is the one
+    asked for. `block` holds anything otherwise.
 
     `value` has the size that a block of this store takes, so a longer or shorter stored value never passes.
     """
     length = len(value) - TRAILER_BYTES
-    if received != len(value):
-        return None
     magic, stored_length, stored_key, checksum, stored_scope = TRAILER.unpack_from(value, length)
     if (magic, stored_length, stored_key, stored_scope) != (MAGIC, length, key, scope):
-        return None
-    block = value[:length]
-    return block if xxhash.xxh3_128_digest(block, seed=scope) == checksum else None
+        return False
+    return bool(_copy_and_hash(block, value[:length], scope) == checksum)
+
+
+def _copy_and_hash(target: memoryview, source: memoryview, scope: int) -> bytes:
+    """Checksum of what `target` holds afterwards."""
+    into, out = np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8)
+    checksum = xxhash.xxh3_128(seed=scope)
+    for start in range(0, len(into), _CACHED_BYTES):
+        part = into[start : start + _CACHED_BYTES]
+        np.copyto(part, out[start : start + _CACHED_BYTES])
+        checksum.update(part.data)
+    return checksum.digest()
 
 
 def check_call(keys: Sequence[bytes], buffers: Sequence[memoryview] | None, block_bytes: int) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from kvstore.protocol import split_address
+from mooncake_pool.lending import LentMemory
 
 MIN_SEGMENT_BYTES = 16 * 1024 * 1024
 _FORBIDDEN_IN_KEYS = frozenset(",&?\n\r\0")
@@ -35,12 +36,14 @@ class Outcome(enum.IntEnum):
     TRANSFER_FAILED = 3
     MASTER_GONE = 4
     REFUSED = 5  # any other negative code
+    PRESENT = 6  # of a reservation: the key is there already, or another client is writing it
 
 
 _BY_CODE = {
     -200: Outcome.NO_SPACE,
     -703: Outcome.MISS,
     -704: Outcome.MISS,
+    -705: Outcome.PRESENT,
     -707: Outcome.MISS,
     -800: Outcome.TRANSFER_FAILED,
     -801: Outcome.TRANSFER_FAILED,
@@ -55,6 +58,14 @@ def outcome_of(code: int) -> Outcome:
     if -1012 <= code <= -1000:  # no leader, or this master serves nothing now
         return Outcome.MASTER_GONE
     return _BY_CODE.get(code, Outcome.REFUSED)
+
+
+class Place(msgspec.Struct, frozen=True, array_like=True):
+    """Where a stored value lies."""
+
+    endpoint: str  # host:port of its holder's transfer engine
+    address: int  # in the holder's process
+    size: int  # bytes
 
 
 class StoreSettings(msgspec.Struct, frozen=True):
@@ -101,8 +112,10 @@ def load_vendor(protocol: str) -> Any:
 class StoreHandle:
     """One set-up store client. Made by `open`; after `close` every call raises StoreUnavailable."""
 
-    def __init__(self, store: Any) -> None:
+    def __init__(self, store: Any, lent: LentMemory | None = None) -> None:
         self._store: Any | None = store
+        self.lent = lent
+        """The segment's memory where other processes of this host can map it."""
 
     @classmethod
     def open(cls, settings: StoreSettings) -> StoreHandle:
@@ -113,10 +126,12 @@ class StoreHandle:
         except OSError as error:
             raise StoreUnavailable(f"no master at {settings.master_address}: {error}") from None
         store = load_vendor(settings.protocol).MooncakeDistributedStore()
+        # Over RDMA the vendor allocates the segment itself: only TCP mounts of shared memory are proven.
+        shared = settings.segment_size if settings.protocol == "tcp" else 0
         code = store.setup(
             settings.local_hostname,
             settings.metadata_server,
-            settings.segment_size,
+            settings.segment_size - shared,
             0,  # local buffer: only calls that copy through it need one
             settings.protocol,
             settings.devices,
@@ -127,7 +142,7 @@ class StoreHandle:
                 f"setup over {settings.protocol} with master {settings.master_address} gave {code}"
                 + ("; is an RDMA device active on this host?" if settings.protocol == "rdma" else "")
             )
-        return cls(store)
+        return cls(store, _lend(store, shared) if shared else None)
 
     def _live(self) -> Any:
         if self._store is None:
@@ -158,6 +173,35 @@ class StoreHandle:
         codes = self._live().batch_put_from(_checked(keys), list(addresses), [size] * len(keys))
         return [outcome_of(code) for code in codes]
 
+    def reserve(self, keys: Sequence[str], size: int) -> tuple[list[Outcome], list[Place | None]]:
+        """Makes room for `size` bytes under each key that is not there yet, for the caller to fill in place.
+
+        The keys are readable from here on, whatever the memory holds: values must prove themselves to their readers.
+        The master evicts none of them before its lease time is over.
+        """
+        store = self._live()
+        outcomes = [outcome_of(code) for code in store.batch_put_session_start(_checked(keys), [size] * len(keys))]
+        begun = [i for i, outcome in enumerate(outcomes) if outcome is Outcome.OK]
+        places: list[Place | None] = [None] * len(keys)
+        if begun:
+            names = [keys[i] for i in begun]
+            for i, code in zip(begun, store.batch_put_session_end(names), strict=True):
+                outcomes[i] = outcome_of(code)
+            for i, place in zip(begun, self.locate(names), strict=True):
+                places[i] = place
+                if place is None and outcomes[i] is Outcome.OK:
+                    outcomes[i] = Outcome.MISS
+        return outcomes, places
+
+    def locate(self, keys: Sequence[str]) -> list[Place | None]:
+        """Where the value of each key lies; the master evicts none of those before its lease time is over."""
+        found = self._live().batch_get_replica_desc(_checked(keys))
+        return [_first_place(found.get(key, ())) for key in keys]
+
+    def remove(self, keys: Sequence[str]) -> None:
+        """Forgets keys, leased or not."""
+        self._live().batch_remove(_checked(keys), True)
+
     def master_answers(self) -> bool:
         """By the client's own heartbeat of once a second; no call is made."""
         return bool(self._live().health_check() == 0)
@@ -175,6 +219,23 @@ class StoreHandle:
             return False
         store.close()
         return True
+
+
+def _lend(store: Any, size: int) -> LentMemory:
+    lent = LentMemory(size)
+    answer = store.mount_segment(lent.path, size, 0, "tcp", "")
+    if answer["ret"] != 0:
+        raise StoreUnavailable(f"mount_segment of {size} bytes gave {answer['ret']}")
+    lent.find_mapping()
+    return lent
+
+
+def _first_place(replicas: Sequence[Any]) -> Place | None:
+    for replica in replicas:
+        if replica.is_memory_replica():
+            buffer = replica.get_memory_descriptor().buffer_descriptor
+            return Place(buffer.transport_endpoint, buffer.buffer_address, buffer.size)
+    return None
 
 
 _ABANDONED: list[Any] = []

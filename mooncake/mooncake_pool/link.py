@@ -22,6 +22,7 @@ from typing import IO
 
 import mooncake_pool
 from mooncake_pool import segments, wire
+from mooncake_pool.activity import ActivityLog
 from mooncake_pool.client import Outcome
 from mooncake_pool.staging import StagingArea
 
@@ -38,11 +39,12 @@ class Lane(enum.StrEnum):
     WRITE = "write"
 
 
-class _Call:
-    __slots__ = ("abandoned_at", "done", "lane", "reply", "slots")
+class Call:
+    __slots__ = ("abandoned_at", "done", "lane", "number", "reply", "slots")
 
-    def __init__(self, lane: Lane, slots: list[int]) -> None:
+    def __init__(self, lane: Lane, number: int, slots: list[int]) -> None:
         self.lane = lane
+        self.number = number
         self.slots = slots
         self.reply: wire.Reply | None = None
         self.done = False
@@ -74,12 +76,13 @@ class AgentLink:
         self.ready: wire.Ready | None = None
         self.failure: str | None = None
         self.master_answers = True
+        self.activity = ActivityLog()
         self._log = log
         self._log_start = log.seek(0, os.SEEK_END)
         self._frames = wire.FrameReader()
         self._send_lock = threading.Lock()
         self._changed = threading.Condition()
-        self._calls: dict[int, _Call] = {}
+        self._calls: dict[int, Call] = {}
         self._next_call = 0
         self._dead = False
         self._overdue = dict.fromkeys(Lane, 0)
@@ -142,16 +145,24 @@ class AgentLink:
         self, lane: Lane, make: Callable[[int], wire.ToAgent], deadline: float, held: Slots | None = None
     ) -> wire.Reply | None:
         """Sends and waits. None when the agent is late, dead or was written off; `held` then stays with the agent."""
-        call = _Call(lane, held.numbers if held else [])
+        call = self.begin(lane, make, held)
+        return None if call is None else self.finish(call, deadline, held)
+
+    def begin(self, lane: Lane, make: Callable[[int], wire.ToAgent], held: Slots | None = None) -> Call | None:
+        """Sends without waiting; None when the agent is dead. `finish` may be left out for a call without slots."""
         with self._changed:
             if self._dead:
                 return None
-            number = self._next_call
+            call = Call(lane, self._next_call, held.numbers if held else [])
             self._next_call += 1
-            self._calls[number] = call
+            self._calls[call.number] = call
         if held:
             held.lent = True
-        self._send(make(number))
+        self._send(make(call.number))
+        return call
+
+    def finish(self, call: Call, deadline: float, held: Slots | None = None) -> wire.Reply | None:
+        """Waits for the answer. As `call`."""
         with self._changed:
             while not call.done:
                 left = deadline - time.monotonic()
@@ -162,6 +173,10 @@ class AgentLink:
             if held and call.reply is not None:
                 held.lent = False
             return call.reply
+
+    def tell(self, message: wire.ToAgent) -> None:
+        """Sends what has no answer."""
+        self._send(message)
 
     def overdue(self, lane: Lane) -> bool:
         """True while the lane works on a call that nobody waits for any more."""
@@ -180,7 +195,7 @@ class AgentLink:
                 if not call.done:
                     self._abandon(call)
 
-    def _abandon(self, call: _Call) -> None:
+    def _abandon(self, call: Call) -> None:
         call.done, call.abandoned_at = True, time.monotonic()
         self._overdue[call.lane] += 1
         self._changed.notify_all()
@@ -242,11 +257,11 @@ class AgentLink:
             self._changed.notify_all()
 
     def ask_state(self, interval: float) -> None:
-        """Sends State unless one is unanswered or was sent less than `interval` seconds ago."""
+        """Sends State and what was done so far, unless one is unanswered or less than `interval` seconds old."""
         now = time.monotonic()
         if self._state_asked is None and now - self._state_last >= interval:
             self._state_asked = self._state_last = now
-            self._send(wire.State(0))
+            self._send(wire.State(0, self.activity.snapshot()))
 
     def silent_for(self) -> float:
         """Seconds since an unanswered State was sent; 0 when none is."""
@@ -291,7 +306,7 @@ class AgentLink:
         self._log.close()
         if self.ready is not None and self.ready.record is not None:
             with contextlib.suppress(OSError):
-                segments.mark_stopped(Path(self.ready.record), "lost")
+                segments.mark_stopped(Path(self.ready.record), "lost", self.activity.snapshot())
 
 
 def _log_file(path: Path | None) -> IO[bytes]:

@@ -29,11 +29,15 @@ import msgspec
 from kvstore.protocol import join_address
 from mooncake_pool import net
 from mooncake_pool.manifest import LAST_MANIFEST_NAME, MANIFEST_NAME, Manifest, encode_manifest, write_atomically
+from mooncake_pool.samples import SampleLog
 
 LOG_NAME = "mooncake_master.log"
 LOG_LINES_QUOTED = 20
 PROGRESS_SECONDS = 5.0
 END_SECONDS = 10.0
+LEASE_MILLISECONDS = 5000
+SAMPLE_SECONDS = 30.0
+"""Longest time between two samples of the master's own account."""
 PORT_TRIES = 5
 _PR_SET_PDEATHSIG = 1
 
@@ -138,6 +142,9 @@ class MasterProcess:
             f"--eviction_ratio={eviction_ratio}",
             "--metrics_host=127.0.0.1",  # its HTTP side has no authentication and can empty the pool
             "--logtostderr=1",
+            # A put in place holds a lease on what it has just stored; under the vendor's 10 s a burst fills the pool
+            # with blocks that nothing may evict. Longer than any read here may take.
+            f"--default_kv_lease_ttl={LEASE_MILLISECONDS}",
             # The lines from which placement is rebuilt. glog spells its variables in lower case.
             f"--vmodule={os.environ.get('GLOG_vmodule', 'allocator=1')}",  # noqa: SIM112
             f"--v={os.environ.get('GLOG_v', '0')}",  # noqa: SIM112
@@ -291,7 +298,7 @@ def _publish_and_watch(
             f"mooncake_master serves at {manifest.master_server_address}; log {master.log_path}; "
             f"metrics http://127.0.0.1:{master.metrics_port}/metrics"
         )
-        _watch(master, options.heartbeat_seconds, say, interruption)
+        _watch(master, options.heartbeat_seconds, SampleLog(run_dir, master.metrics_port), say, interruption)
 
 
 @contextlib.contextmanager
@@ -320,18 +327,31 @@ def _withdraw(path: Path, text: str) -> None:
 
 
 def _watch(
-    master: MasterProcess, heartbeat_seconds: float, say: Callable[[str], None], interruption: Interruption
+    master: MasterProcess,
+    heartbeat_seconds: float,
+    samples: SampleLog,
+    say: Callable[[str], None],
+    interruption: Interruption,
 ) -> None:
-    """Returns on a signal; MasterError when the child ends by itself."""
+    """Returns on a signal, after a last sample; MasterError when the child ends by itself."""
     begun = time.monotonic()
     next_line = begun + heartbeat_seconds
+    sample_seconds = min(heartbeat_seconds or SAMPLE_SECONDS, SAMPLE_SECONDS)
+    next_sample = begun
     while not interruption.wait(0.2):
         code = master.exit_code()
         if code is not None:
             raise MasterError(f"mooncake_master exited with code {code}. See {master.log_path}")
-        if heartbeat_seconds and time.monotonic() >= next_line:
+        now = time.monotonic()
+        if now >= next_sample:
+            next_sample = now + sample_seconds
+            samples.take()
+        if heartbeat_seconds and now >= next_line:
             next_line += heartbeat_seconds
-            say(f"mooncake_master alive after {_duration(time.monotonic() - begun)}")
+            say(f"mooncake_master alive after {_duration(now - begun)}")
+    samples.take()
+    if samples.trouble is not None:
+        say(f"some samples for the report are missing: {samples.trouble}")
 
 
 def _duration(seconds: float) -> str:

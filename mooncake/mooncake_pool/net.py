@@ -66,7 +66,18 @@ def group_listens_on(pgid: int, port: int) -> bool:
     return bool(inodes) and any(inodes & _socket_inodes(pid) for pid in _group_members(pgid))
 
 
+def own_listening_ports() -> list[int]:
+    """TCP ports on which this process listens."""
+    inodes = _socket_inodes("self")
+    return sorted(port for inode, port in _listening_sockets() if inode in inodes)
+
+
 def _listening_inodes(port: int) -> set[str]:
+    return {inode for inode, listening in _listening_sockets() if listening == port}
+
+
+def _listening_sockets() -> set[tuple[str, int]]:
+    """Inode and port of each TCP socket that listens in this network namespace."""
     found = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         try:
@@ -75,8 +86,8 @@ def _listening_inodes(port: int) -> set[str]:
             continue
         for row in rows:
             fields = row.split()
-            if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port:
-                found.add(fields[9])
+            if fields[3] == "0A":
+                found.add((fields[9], int(fields[1].rpartition(":")[2], 16)))
     return found
 
 

@@ -1,11 +1,15 @@
-"""What `mooncake_pool_report` says: upstream's lines first, in its order, then what only our records can tell."""
+"""What there is to say about a run's pool: its files read, joined and counted. Rendered by report_text and report_html.
+
+pool.json | pool.last.json   manifest            segments/*.json      what each rank lent and did
+mooncake_master.log          placement           pool.samples.jsonl   the master's own word over time
+"""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +17,26 @@ import msgspec
 
 from mooncake_pool.manifest import LAST_MANIFEST_NAME, MANIFEST_NAME, Manifest, read_manifest
 from mooncake_pool.master import LOG_NAME
-from mooncake_pool.placement import Placement, SegmentUse, parse_placement
-from mooncake_pool.segments import SegmentRecord, largest_moment, read_ledger
+from mooncake_pool.placement import Level, Placement, SegmentUse, parse_placement
+from mooncake_pool.samples import Sample, read_samples
+from mooncake_pool.segments import SegmentRecord, Traffic, largest_moment, missing_ranks, read_ledger, superseded
 
-GIB = 1024**3
 PRODUCING = {"both", "producer"}
+
+
+@dataclass
+class Flow:
+    """Blocks that one rank stored in, or read from, a segment."""
+
+    rank: SegmentRecord
+    holder: str  # segment name, or the endpoint where it could not be told
+    holder_role: str  # "" when no record names the holder
+    blocks: int
+    bytes: int
+
+    @property
+    def own(self) -> bool:
+        return self.holder == self.rank.segment_name
 
 
 @dataclass
@@ -30,7 +49,17 @@ class Report:
     counted: list[SegmentRecord] = field(default_factory=list)  # mounted together when the pool was largest
     placement: Placement = field(default_factory=Placement)
     placement_error: str = ""
+    has_log: bool = False
+    samples: list[Sample] = field(default_factory=list)
+    stored: list[Flow] = field(default_factory=list)
+    read: list[Flow] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)  # of all ranks' store clients
     problems: list[str] = field(default_factory=list)
+
+    @property
+    def empty(self) -> bool:
+        """Nothing of a pool was found."""
+        return not (self.manifest or self.records or self.has_log or self.samples)
 
 
 def collect(run_dir: Path, master_log: Path | None = None) -> Report:
@@ -39,14 +68,12 @@ def collect(run_dir: Path, master_log: Path | None = None) -> Report:
     _collect_manifest(report, run_dir)
     report.records, report.problems = read_ledger(run_dir)
     report.counted = largest_moment(report.records)
-    log_path = master_log or run_dir / LOG_NAME
-    if master_log is not None or log_path.exists():
-        try:
-            with open(log_path, encoding="utf-8", errors="replace", newline="\n") as lines:
-                report.placement = parse_placement(lines)
-        except OSError as error:
-            report.placement_error = f"(master log at {log_path} could not be read: {error.strerror or error})"
+    report.samples, problems = read_samples(run_dir)
+    report.problems += problems
+    _collect_placement(report, master_log or run_dir / LOG_NAME, asked_for=master_log is not None)
     _retire(report)
+    _collect_activity(report)
+    _name_gaps(report)
     return report
 
 
@@ -62,131 +89,88 @@ def _collect_manifest(report: Report, run_dir: Path) -> None:
             return
 
 
+def _collect_placement(report: Report, path: Path, asked_for: bool) -> None:
+    report.has_log = path.exists()
+    if not report.has_log and not asked_for:
+        return
+    try:
+        with open(path, encoding="utf-8", errors="replace", newline="\n") as lines:
+            report.placement = parse_placement(lines, path.stat().st_mtime)
+    except OSError as error:
+        report.placement_error = f"(master log at {path} could not be read: {error.strerror or error})"
+
+
 def _retire(report: Report) -> None:
     """A segment that was unmounted in order leaves no line in the log; its record tells."""
     in_order = sorted(report.records, key=lambda record: record.started)
     last = {record.segment_name: record for record in in_order if record.segment_name}
-    for name, record in last.items():
-        if not record.live and name in report.placement.segments:
-            report.placement.segments[name].lose_all()
-
-
-# ---------------------------------------------------------------- text
-
-
-def render(report: Report) -> str:
-    lines = [*_manifest_lines(report), *_capacity_lines(report.counted), "", "block placement by segment host:"]
-    lines += _placement_lines(report)
-    lines += _segment_lines(report)
-    return "\n".join(lines)
-
-
-def _manifest_lines(report: Report) -> list[str]:
-    manifest = report.manifest
-    if manifest is None:
-        return [f"master        : unknown ({report.manifest_error})"]
-    withdrawn = report.manifest_source == LAST_MANIFEST_NAME
-    return [
-        f"master        : {manifest.master_server_address}" + (" (withdrawn)" if withdrawn else ""),
-        f"transport     : {manifest.protocol}",
-        f"metadata      : {manifest.metadata_server}",
-    ]
-
-
-def _capacity_lines(records: Sequence[SegmentRecord]) -> list[str]:
-    if not records:
-        return ["capacity      : nothing recorded. No rank mounted a segment, or none was given this run_dir."]
-    total = sum(record.segment_size for record in records)
-    hosts = len({record.host for record in records})
-    lines = [f"ranks         : {len(records)} across {hosts} host(s)", f"capacity      : {total / GIB:.1f} GiB"]
-    for role in sorted({record.role for record in records}):
-        sizes = [record.segment_size for record in records if record.role == role]
-        lines.append(
-            f"  role {role:<9}: {len(sizes):>3} rank(s), {sum(sizes) / GIB:>8.1f} GiB {_percent(sum(sizes), total):>7}"
-        )
-    sizes_seen = Counter(record.segment_size for record in records)
-    if len(sizes_seen) == 1:
-        lines.append(f"per rank      : {total / len(records) / GIB:.1f} GiB, uniform")
-    else:
-        each = ", ".join(f"{count} x {size / GIB:.1f} GiB" for size, count in sorted(sizes_seen.items()))
-        lines.append(f"per rank      : NOT UNIFORM. {len(sizes_seen)} distinct sizes ({each})")
-    return lines
-
-
-def _placement_lines(report: Report) -> list[str]:
-    if report.placement_error:
-        return [f"  {report.placement_error}"]
-    used = [use for use in report.placement.segments.values() if use.placed_blocks]
-    if not used:
-        return ["  (no allocations in the master log)"]
-    roles: dict[str, set[str]] = {}
-    for record in report.records:
-        roles.setdefault(record.host, set()).add(record.role)
-    by_host: dict[str, list[SegmentUse]] = {}
-    for use in used:
-        by_host.setdefault(use.host, []).append(use)
-    total = sum(use.placed_bytes for use in used)
-    lines = []
-    for host, uses in sorted(by_host.items(), key=lambda item: -_placed(item[1])):
-        role = "+".join(sorted(roles.get(host, ()))) or "unknown"
-        ports = ",".join(sorted({use.port for use in uses}))
-        pages = sum(use.placed_blocks for use in uses)
-        share = _percent(_placed(uses), total)
-        lines.append(f"  {host} {role}  pages={pages}  {_placed(uses) / GIB:.2f} GiB  {share}  segments: {ports}")
-    lines.append(f"  TOTAL  pages={report.placement.placed_blocks}  {total / GIB:.2f} GiB")
-    away = sum(_placed(uses) for host, uses in by_host.items() if not roles.get(host, set()) & PRODUCING)
-    lines.append(f"  held off the producing side: {_percent(away, total)} ({away / GIB:.1f} GiB)")
-    return lines
-
-
-def _segment_lines(report: Report) -> list[str]:
-    """Ours: the lines above count every block ever placed; these tell what is there."""
     placement = report.placement
-    if not placement.segments and not report.records:
-        return []
-    uses = list(placement.segments.values())
-    ended = sum(record.ended == "closed" for record in report.records)
-    lost = sum(record.ended == "lost" for record in report.records)
-    lines = [
-        "",
-        f"live now      : {sum(use.live_blocks for use in uses)} blocks, {sum(use.live_bytes for use in uses)} bytes",
-        f"freed         : {sum(use.freed_blocks for use in uses)} blocks, {sum(use.freed_bytes for use in uses)} bytes"
-        f" (evictions: {placement.evicted_keys} keys)",
-        f"lost          : {sum(use.lost_blocks for use in uses)} blocks, {sum(use.lost_bytes for use in uses)} bytes"
-        " (segment or master gone)",
-        f"refused       : {placement.refused_allocations} allocations",
-        f"segments      : {len(report.records)} recorded, {len(report.counted)} counted as capacity, "
-        f"{ended} closed, {lost} lost",
-    ]
-    lines += [_segment_line(name, placement.segments.get(name), record) for name, record in _joined(report)]
-    for record in report.counted:
-        if record.protocol_seen and record.protocol_seen != record.protocol:
-            lines.append(f"WARNING: {record.segment_name} asked for {record.protocol} and got {record.protocol_seen}")
-    return lines
+    for name, record in last.items():
+        if record.stopped is not None and name in placement.segments:
+            placement.now = max(placement.now, float(int(record.stopped)))
+            placement.lose_all(placement.segments[name])
 
 
-def _joined(report: Report) -> list[tuple[str, SegmentRecord | None]]:
+def _collect_activity(report: Report) -> None:
+    names = _names_of_endpoints(report)
+    roles = {record.segment_name: record.role for record in report.records if record.segment_name}
+    for record in report.records:
+        if record.activity is not None:
+            report.counts.update(record.activity.counts)
+            report.stored += _flows(record, record.activity.put_to, names, roles)
+            report.read += _flows(record, record.activity.got_from, names, roles)
+
+
+def _flows(
+    rank: SegmentRecord, table: dict[str, Traffic], names: dict[str, str], roles: dict[str, str]
+) -> Iterable[Flow]:
+    for endpoint, traffic in sorted(table.items()):
+        holder = names.get(endpoint, endpoint)
+        yield Flow(rank, holder, roles.get(holder, ""), traffic.blocks, traffic.bytes)
+
+
+def _names_of_endpoints(report: Report) -> dict[str, str]:
+    """Segment name by the endpoint in descriptors, from the ranks' own records and from what the master said."""
+    names = {
+        segment.te_endpoint: segment.segment_name
+        for sample in report.samples
+        for segment in sample.segments
+        if segment.te_endpoint
+    }
+    for record in report.records:
+        for port in record.ports:
+            if record.segment_name:
+                names.setdefault(f"{record.host}:{port}", record.segment_name)
+    return names
+
+
+def _name_gaps(report: Report) -> None:
+    for old, new in superseded(report.records):
+        report.problems.append(f"{old.file}: rank {old.rank} of {old.host} has a newer record, {Path(new.file).name}")
+    report.problems += missing_ranks(report.records)
+    known = {record.segment_name for record in report.records}
+    if any(known):  # upstream's records name no segment
+        for name, use in sorted(report.placement.segments.items()):
+            if name not in known and use.placed_blocks:
+                report.problems.append(f"segment {name} is in the master's log, but no rank has recorded it")
+
+
+def joined(report: Report) -> list[tuple[str, SegmentUse, SegmentRecord | None]]:
+    """Every segment by name, with what the log and its last record say of it."""
     by_name = {record.segment_name: record for record in report.records if record.segment_name}
     names = sorted({*by_name, *report.placement.segments})
-    return [(name, by_name.get(name)) for name in names]
+    return [(name, report.placement.segments.get(name) or SegmentUse(name=name), by_name.get(name)) for name in names]
 
 
-def _segment_line(name: str, use: SegmentUse | None, record: SegmentRecord | None) -> str:
-    use = use or SegmentUse(name)
-    capacity = use.capacity if use.capacity is not None else record.segment_size if record else 0
-    who = f"{record.role} {record.incarnation} {record.ended or 'mounted'}" if record else "no record"
-    return (
-        f"  {name}  capacity {capacity}  live {use.live_blocks} blocks {use.live_bytes} bytes  "
-        f"peak {use.peak_bytes}  freed {use.freed_bytes}  lost {use.lost_bytes}  {who}"
-    )
-
-
-def _placed(uses: Sequence[SegmentUse]) -> int:
-    return sum(use.placed_bytes for use in uses)
-
-
-def _percent(part: int, whole: int) -> str:
-    return f"{100 * part / whole:.1f}%" if whole else "0.0%"
+def between_roles(flows: Iterable[Flow]) -> dict[tuple[str, str], Traffic]:
+    """Traffic by (role of the rank, role of the holder); a rank's own segment is "own"."""
+    table: dict[tuple[str, str], Traffic] = {}
+    for flow in flows:
+        holder = "own" if flow.own else flow.holder_role or "unknown"
+        traffic = table.setdefault((flow.rank.role, holder), Traffic())
+        traffic.blocks += flow.blocks
+        traffic.bytes += flow.bytes
+    return table
 
 
 # ---------------------------------------------------------------- JSON
@@ -195,11 +179,6 @@ def _percent(part: int, whole: int) -> str:
 def to_json(report: Report) -> str:
     """Sizes in bytes, times in Unix seconds."""
     placement = report.placement
-    segments: list[dict[str, Any]] = []
-    for use in placement.segments.values():
-        entry = asdict(use)
-        del entry["live"]
-        segments.append(entry | {"live_blocks": use.live_blocks})
     content = {
         "run_dir": report.run_dir,
         "manifest": msgspec.to_builtins(report.manifest),
@@ -208,13 +187,53 @@ def to_json(report: Report) -> str:
         "ranks": len(report.counted),
         "counted": [record.segment_name for record in report.counted],
         "records": msgspec.to_builtins(report.records),
-        "segments": segments,
-        "live_bytes": sum(use.live_bytes for use in placement.segments.values()),
-        "live_blocks": sum(use.live_blocks for use in placement.segments.values()),
+        "segments": [_segment_json(use) for use in placement.segments.values()],
+        "hosts": {host: _level_json(level) for host, level in placement.hosts.items()},
+        **_level_json(placement.total),
+        "evictions": [list(each) for each in placement.evictions],
         "evicted_keys": placement.evicted_keys,
+        "evicted_bytes": sum(use.evicted_bytes for use in placement.segments.values()),
         "refused_allocations": placement.refused_allocations,
         "master_starts": placement.master_starts,
+        "stored": [_flow_json(flow) for flow in report.stored],
+        "read": [_flow_json(flow) for flow in report.read],
+        "counts": dict(report.counts),
+        "samples": len(report.samples),
+        "last_sample": msgspec.to_builtins(report.samples[-1]) if report.samples else None,
         "placement_error": report.placement_error,
         "problems": report.problems,
     }
     return json.dumps(content, indent=2, sort_keys=True)
+
+
+def _level_json(level: Level) -> dict[str, Any]:
+    return {name: getattr(level, name) for name in ("live_bytes", "live_blocks", "peak_bytes", "peak_blocks")}
+
+
+def _segment_json(use: SegmentUse) -> dict[str, Any]:
+    names = ("placed", "freed", "evicted", "lost")
+    counts = {f"{name}_{unit}": getattr(use, f"{name}_{unit}") for name in names for unit in ("bytes", "blocks")}
+    points = [{"time": at, "bytes": live, "most": most} for at, live, most in use.timeline]
+    return {
+        "name": use.name,
+        "capacity": use.capacity,
+        "held_bytes": use.held_bytes,
+        **_level_json(use),
+        **counts,
+        "over_time": points,
+    }
+
+
+def _flow_json(flow: Flow) -> dict[str, Any]:
+    return {
+        "rank": flow.rank.rank,
+        "host": flow.rank.host,
+        "role": flow.rank.role,
+        "incarnation": flow.rank.incarnation,
+        "segment": flow.rank.segment_name,
+        "holder": flow.holder,
+        "holder_role": flow.holder_role,
+        "own": flow.own,
+        "blocks": flow.blocks,
+        "bytes": flow.bytes,
+    }

@@ -19,6 +19,19 @@ from mooncake_pool.manifest import write_atomically
 FOLDER = "segments"
 
 
+class Traffic(msgspec.Struct):
+    blocks: int = 0
+    bytes: int = 0
+
+
+class Activity(msgspec.Struct):
+    """What one store client did. Holders are named by the endpoint in the pool's descriptors."""
+
+    counts: dict[str, int] = {}
+    put_to: dict[str, Traffic] = {}
+    got_from: dict[str, Traffic] = {}
+
+
 class SegmentRecord(msgspec.Struct):
     host: str  # the address by which the pool knows the rank
     rank: int
@@ -35,6 +48,9 @@ class SegmentRecord(msgspec.Struct):
     started: float = 0.0  # Unix time
     stopped: float | None = None
     ended: str = ""  # "closed", or "lost": its process died without unmounting
+    ports: list[int] = []  # on which its process listens: one of them is that of its endpoint
+    activity: Activity | None = None  # as of a few seconds before the end, at worst
+    file: str = ""  # where it was read; set by read_ledger
 
     @property
     def live(self) -> bool:
@@ -54,6 +70,7 @@ def new_record(
     incarnation: str,
     segment_name: str,
     protocol: str,
+    ports: Sequence[int] = (),
 ) -> SegmentRecord:
     """Record of the calling process, started now."""
     pid = os.getpid()
@@ -70,6 +87,7 @@ def new_record(
         segment_name=segment_name,
         protocol=protocol,
         started=time.time(),
+        ports=list(ports),
     )
 
 
@@ -86,7 +104,7 @@ def read_record(path: Path) -> SegmentRecord:
         raise ValueError(f"{path}: {error}") from None
 
 
-def mark_stopped(path: Path, ended: str) -> None:
+def mark_stopped(path: Path, ended: str, activity: Activity | None = None) -> None:
     """Sets the end of a record once; a record that is gone or has an end stays as it is."""
     try:
         record = read_record(path)
@@ -94,6 +112,7 @@ def mark_stopped(path: Path, ended: str) -> None:
         return
     if record.live:
         record.stopped, record.ended = time.time(), ended
+        record.activity = activity or record.activity
         write_record(path, record)
 
 
@@ -112,24 +131,65 @@ def sweep_dead(run_dir: Path) -> int:
 
 
 def read_ledger(run_dir: Path) -> tuple[list[SegmentRecord], list[str]]:
-    """Records of every `segments` directory below `run_dir`, by (host, rank, start), and what was unreadable."""
+    """Records of every `segments` directory below `run_dir`, by (host, rank, start), and what was unreadable.
+
+    A record without a start (upstream's) gets the time of its file.
+    """
     records, problems = [], []
     for folder in sorted(run_dir.rglob(FOLDER)):
         if not folder.is_dir():
             continue
         for path in sorted(folder.glob("*.json")):
             try:
-                records.append(read_record(path))
+                record = read_record(path)
+                record.file = str(path)
+                record.started = record.started or path.stat().st_mtime
             except (OSError, ValueError) as error:
                 problems.append(str(error) if str(path) in str(error) else f"{path}: {error}")
+            else:
+                records.append(record)
     return sorted(records, key=lambda record: (record.host, record.rank, record.started)), problems
+
+
+def superseded(records: Sequence[SegmentRecord]) -> list[tuple[SegmentRecord, SegmentRecord]]:
+    """Records that say nothing of an end but whose rank has a newer one, each with that.
+
+    Upstream's records know their rank only within their directory. Ours name a segment, so that workers of equal rank
+    are told apart, and only two live records of one incarnation are one rank.
+    """
+    newest: dict[tuple[object, ...], SegmentRecord] = {}
+    pairs = []
+    for record in sorted(records, key=lambda record: record.started):
+        if not record.live:
+            continue
+        folder = str(Path(record.file).parent)
+        who = (record.incarnation, record.machine) if record.segment_name else (folder, record.role, record.model_key)
+        key = (record.host, record.rank, bool(record.segment_name), *who)
+        if key in newest:
+            pairs.append((newest[key], record))
+        newest[key] = record
+    return pairs
+
+
+def missing_ranks(records: Sequence[SegmentRecord]) -> list[str]:
+    """Ranks below the highest one of a group (directory, role, model) that have no record."""
+    groups: dict[tuple[str, str, str], set[int]] = {}
+    for record in records:
+        groups.setdefault((str(Path(record.file).parent), record.role, record.model_key), set()).add(record.rank)
+    return [
+        f"rank {rank} of {max(ranks) + 1} has no record ({role}{' ' + model if model else ''}, {folder})"
+        for (folder, role, model), ranks in sorted(groups.items())
+        for rank in sorted(set(range(max(ranks))) - ranks)
+    ]
 
 
 def largest_moment(records: Sequence[SegmentRecord]) -> list[SegmentRecord]:
     """The records that were mounted together when the pool was largest, the latest such moment.
 
-    A rank that restarted is thus counted once. Upstream's records have no times and count as mounted throughout.
+    A rank that restarted is thus counted once.
     """
+    gone = {id(old) for old, _ in superseded(records)}
+    records = [record for record in records if id(record) not in gone]
     best: list[SegmentRecord] = []
     best_bytes = -1
     for moment in sorted({record.started for record in records}):

@@ -39,6 +39,7 @@ class Limits:
     stuck: float = 15.0  # for a call that nobody waits for any more
     recover: float = 10.0  # for the store client to find a master that is back
     close: float = 8.0  # for the agent to unmount
+    linger: float = 20.0  # for which the blocks of an engine that died can still be read
     first_pause: float = 0.2
     longest_pause: float = 10.0
     steady: float = 30.0  # a life longer than this resets the pause

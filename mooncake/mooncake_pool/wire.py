@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import msgspec
 
-from mooncake_pool.client import StoreSettings
+from mooncake_pool.client import Place, StoreSettings
+from mooncake_pool.segments import Activity
 
 _LENGTH = struct.Struct("<I")
 MAX_FRAME = 16 * 1024 * 1024
@@ -31,12 +32,40 @@ class Open(msgspec.Struct, tag=True):
     model_key: str
     incarnation: str
     metrics_port: int  # of the master
+    linger: float = 0.0  # seconds for which the segment outlives an engine that dies
 
 
 class Contains(msgspec.Struct, tag=True):
     call: int
     keys: list[bytes]
     before_put: bool = False  # asked on the write lane
+
+
+class Locate(msgspec.Struct, tag=True):
+    """Answered with the place of each key that is there."""
+
+    call: int
+    keys: list[bytes]
+
+
+class Reserve(msgspec.Struct, tag=True):
+    """Answered with a place to fill for each key that was not there. A Settle must follow."""
+
+    call: int
+    keys: list[bytes]
+
+
+class Settle(msgspec.Struct, tag=True):
+    """The places of an earlier Reserve are filled, except those of `unfilled`. Not answered."""
+
+    reservation: int  # its call number
+    unfilled: list[bytes]
+
+
+class Forget(msgspec.Struct, tag=True):
+    """Keys whose values are not what they should be. Not answered."""
+
+    keys: list[bytes]
 
 
 class Get(msgspec.Struct, tag=True):
@@ -55,6 +84,7 @@ class State(msgspec.Struct, tag=True):
     """Answered by the agent's main thread, whatever its lanes are doing."""
 
     call: int
+    activity: Activity | None = None  # for the segment record
 
 
 class Close(msgspec.Struct, tag=True):
@@ -71,11 +101,12 @@ class Failed(msgspec.Struct, tag=True):
 
 
 class Reply(msgspec.Struct, tag=True):
-    """To Contains, Get and Put: an Outcome for each key; to Get also the bytes received for each."""
+    """An Outcome for each key; to Get also the bytes received for each, to Locate, Reserve and Put the places."""
 
     call: int
     outcomes: list[int]
     lengths: list[int] = []
+    places: list[Place | None] = []
 
 
 class StateReply(msgspec.Struct, tag=True):
@@ -83,7 +114,9 @@ class StateReply(msgspec.Struct, tag=True):
     master_answers: bool
 
 
-ToAgent = Open | Contains | Get | Put | State | Close
+ToAgent = Open | Contains | Locate | Reserve | Settle | Forget | Get | Put | State | Close
+MakeMessage = Callable[[int], ToAgent]
+"""From the number of the call."""
 FromAgent = Ready | Failed | Reply | StateReply
 to_agent = msgspec.msgpack.Decoder(ToAgent)
 from_agent = msgspec.msgpack.Decoder(FromAgent)

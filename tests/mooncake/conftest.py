@@ -8,8 +8,8 @@ import pytest
 from pool_master import PoolMaster, pool_master
 from pool_rig import MIB, PREFIX, SIZE, Starter
 
-from engine.config import PoolConfig
 from mooncake_pool.remote import Limits, PoolClient
+from mooncake_pool.store_config import EffectiveSettings
 
 
 @pytest.fixture
@@ -20,15 +20,15 @@ def start() -> Iterator[Starter]:
     def starter(reference: str, incarnation: str = "inc", limits: Limits | None = None, **options: Any) -> PoolClient:
         options = {"segment_size": 32 * MIB, "master_timeout": 20.0} | options
         client = PoolClient.start(
-            PoolConfig(pool=reference, **options), PREFIX, SIZE, incarnation, limits=limits or Limits()
+            EffectiveSettings(pool=reference, **options), PREFIX, SIZE, incarnation, limits=limits or Limits()
         )
         clients.append(client)
         return client
 
     yield starter
     for client in clients:
-        if client._link is not None:
-            client._link.process.kill()
+        if client._access.link is not None:
+            client._access.link.process.kill()
         client.close()
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import importlib
+import mmap
 import os
 import socket
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ import pytest
 
 from mooncake_pool import client
 from mooncake_pool.client import Outcome, StoreHandle, StoreSettings, StoreUnavailable, outcome_of
+from mooncake_pool.lending import address_of
 
 
 class Vendor:
@@ -17,6 +19,8 @@ class Vendor:
 
     def __init__(self, setup_code: int = 0) -> None:
         self.setup_code = setup_code
+        self.mount_code = 0
+        self.mapped_at = 0
         self.arguments: tuple[Any, ...] = ()
         self.calls: list[str] = []
         self.health = 0
@@ -27,6 +31,12 @@ class Vendor:
     def setup(self, *arguments: Any) -> int:
         self.arguments = arguments
         return self.setup_code
+
+    def mount_segment(self, path: str, size: int, *_: Any) -> dict[str, Any]:
+        with open(path, "r+b") as file:
+            self.mapping = mmap.mmap(file.fileno(), size)
+        self.mapped_at = address_of(self.mapping)
+        return {"ret": self.mount_code, "segment_ids": ["1-2"]}
 
     def health_check(self) -> int:
         return self.health
@@ -68,6 +78,7 @@ def vendor(monkeypatch: pytest.MonkeyPatch) -> Vendor:
         (-200, Outcome.NO_SPACE),
         (-703, Outcome.MISS),
         (-704, Outcome.MISS),
+        (-705, Outcome.PRESENT),
         (-707, Outcome.MISS),
         (-800, Outcome.TRANSFER_FAILED),
         (-801, Outcome.TRANSFER_FAILED),
@@ -109,11 +120,20 @@ def test_no_setup_without_a_master(vendor: Vendor, master: str) -> None:
 
 
 def test_setup_arguments_and_failure(vendor: Vendor, master: str) -> None:
-    StoreHandle.open(StoreSettings(master, "127.0.0.1", segment_size=1 << 24))
-    assert vendor.arguments == ("127.0.0.1", "P2PHANDSHAKE", 1 << 24, 0, "tcp", "", master)
+    StoreHandle.open(StoreSettings(master, "127.0.0.1", protocol="rdma", devices="mlx5_0", segment_size=1 << 24))
+    assert vendor.arguments == ("127.0.0.1", "P2PHANDSHAKE", 1 << 24, 0, "rdma", "mlx5_0", master)
+    store = StoreHandle.open(StoreSettings(master, "127.0.0.1", segment_size=1 << 24))
+    assert vendor.arguments == ("127.0.0.1", "P2PHANDSHAKE", 0, 0, "tcp", "", master)  # mounted as shared memory
+    assert store.lent is not None and store.lent.base == vendor.mapped_at and vendor.mapped_at % 4096 == 0
     vendor.setup_code = -1
     with pytest.raises(StoreUnavailable, match="gave -1; is an RDMA device active"):
         StoreHandle.open(StoreSettings(master, "127.0.0.1", protocol="rdma"))
+
+
+def test_a_segment_that_cannot_be_mounted(vendor: Vendor, master: str) -> None:
+    vendor.mount_code = -101
+    with pytest.raises(StoreUnavailable, match="mount_segment of 16777216 bytes gave -101"):
+        StoreHandle.open(StoreSettings(master, "127.0.0.1", segment_size=1 << 24))
 
 
 def test_results_are_typed(vendor: Vendor, master: str) -> None:

@@ -13,11 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from pool_master import COMMAND, PoolMaster, pool_master, wait_until
 
 from mooncake_pool import master as m
 from mooncake_pool.manifest import Manifest, encode_manifest, read_manifest
 from mooncake_pool.net import free_ports, port_is_free
+from mooncake_pool.samples import read_samples
+from trtllm_serve.mooncake import mooncake_master
 
 
 def script(folder: Path, body: str) -> str:
@@ -75,8 +78,8 @@ def processes_with(text: str) -> list[int]:
     ],
 )
 def test_usage_errors(option: str, said: str) -> None:
-    run = subprocess.run([*COMMAND, option], capture_output=True, text=True, timeout=30)
-    assert run.returncode == 2 and said in run.stderr
+    run = CliRunner().invoke(mooncake_master, [option])
+    assert run.exit_code == 2 and said in run.output
 
 
 def test_missing_binary(tmp_path: Path) -> None:
@@ -191,11 +194,15 @@ def test_life(tmp_path: Path, number: signal.Signals) -> None:
 
 
 @pytest.mark.cluster
-def test_liveness_lines(tmp_path: Path) -> None:
+def test_liveness_lines_and_samples(tmp_path: Path) -> None:
     with pool_master(tmp_path, heartbeat_seconds=0.2) as master:
         assert master.process.stdout is not None
         lines = [master.process.stdout.readline() for _ in range(3)]
         assert "serves at" in lines[0] and all("mooncake_master alive after" in line for line in lines[1:])
+        _, output = master.stop()
+        samples, problems = read_samples(master.run_dir)
+        assert len(samples) >= 3 and problems == [] and "samples for the report are missing" not in output
+        assert samples[-1].segments == [] and samples[-1].metrics["master_key_count"] == 0
 
 
 @pytest.mark.cluster

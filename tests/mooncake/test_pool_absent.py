@@ -10,11 +10,11 @@ import pytest
 from pool_master import PoolMaster, pool_master, wait_until
 from pool_rig import PREFIX, SIZE, Starter, agent_pid, block_of, buffers, cpu_seconds, keys_of, up
 
-from engine.config import PoolConfig
 from kvstore.errors import SettingsError
 from mooncake_pool.manifest import Manifest, write_manifest
 from mooncake_pool.net import rdma_devices
 from mooncake_pool.remote import PoolClient
+from mooncake_pool.store_config import EffectiveSettings
 
 pytestmark = pytest.mark.cluster
 
@@ -80,10 +80,10 @@ def test_a_client_at_rest_costs_nothing(master: PoolMaster, start: Starter) -> N
 )
 def test_bad_settings(options: dict[str, Any], field: str, said: str) -> None:
     with pytest.raises(SettingsError) as error:
-        PoolClient.start(PoolConfig(**({"pool": "127.0.0.1:1"} | options)), PREFIX, SIZE, "inc")
+        PoolClient.start(EffectiveSettings(**({"pool": "127.0.0.1:1"} | options)), PREFIX, SIZE, "inc")
     assert [path for path, _ in error.value.problems] == [field] and said in str(error.value)
 
 
 def test_a_prefix_that_keys_cannot_have() -> None:
     with pytest.raises(SettingsError, match=r"mooncake_store\.model_key: 'a,b'"):
-        PoolClient.start(PoolConfig(pool="127.0.0.1:1"), "a,b", SIZE, "inc")
+        PoolClient.start(EffectiveSettings(pool="127.0.0.1:1"), "a,b", SIZE, "inc")

@@ -65,16 +65,27 @@ def test_malformed_bodies(body: bytes, says: str) -> None:
         ({"stop_token_ids": ["a"]}, "stop_token_ids[0]"),
         ({"min_tokens": -1}, "min_tokens"),
         ({"disaggregated_params": "x"}, "disaggregated_params"),
-        ({"best_of": 3}, "best_of"),
-        ({"echo": True}, "echo"),
+        ({"best_of": 9}, "best_of"),
+        ({"best_of": 2, "n": 3}, "best_of"),
+        ({"best_of": 2, "stream": True}, "best_of"),
         ({"suffix": "s"}, "suffix"),
-        ({"frequency_penalty": 0.5}, "frequency_penalty"),
-        ({"presence_penalty": -0.5}, "presence_penalty"),
-        ({"repetition_penalty": 1.1}, "repetition_penalty"),
-        ({"logit_bias": {"1": 5}}, "logit_bias"),
-        ({"min_p": 0.1}, "min_p"),
+        ({"frequency_penalty": 2.5}, "frequency_penalty"),
+        ({"presence_penalty": -2.5}, "presence_penalty"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"repetition_penalty": "high"}, "repetition_penalty"),
+        ({"logit_bias": {"1": 500}}, "logit_bias"),
+        ({"logit_bias": [1]}, "logit_bias"),
+        ({"logit_bias": {str(token): 1 for token in range(1025)}}, "logit_bias"),
+        ({"bad_words": "the"}, "bad_words"),
+        ({"bad_words": [""]}, "bad_words"),
+        ({"bad_words": ["x"] * 129}, "bad_words"),
+        ({"min_p": 1.1}, "min_p"),
+        ({"top_p_min": -0.1}, "top_p_min"),
+        ({"top_p_decay": 0}, "top_p_decay"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        ({"logprobs_mode": "raw"}, "logprobs_mode"),
         ({"use_beam_search": True}, "use_beam_search"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"detokenize": False}, "detokenize"),
         ({"lora_request": {"name": "x"}}, "lora_request"),
     ],
@@ -135,12 +146,29 @@ def test_bad_prompts(prompt: Any) -> None:
 def test_values_that_change_nothing_are_accepted() -> None:
     request = completion(
         best_of=2, n=2, echo=False, suffix=None, frequency_penalty=0, presence_penalty=0.0, repetition_penalty=1.0,
-        logit_bias={}, min_p=0, use_beam_search=False, response_format={"type": "text"}, user="u", priority=0.3,
+        logit_bias={}, min_p=0, top_p_min=0, use_beam_search=False, response_format={"type": "text"}, user="u",
+        length_penalty=1.0, early_stopping=False, priority=0.3,
         no_such_field=[1], temperature=None, max_tokens=None, stop=None, stream=None,
     )  # fmt: skip
     assert request.choices == 2
     request = chat(tools=[{"type": "function"}], tool_choice="none", logprobs=True, top_logprobs=2)
     assert request.stops == []
+
+
+def test_beams_are_refused_by_the_name_of_the_setting() -> None:
+    with pytest.raises(InvalidRequest, match="max_beam_width"):
+        completion(use_beam_search=True)
+
+
+def test_max_tokens_0_asks_about_the_prompt_only() -> None:
+    assert completion(max_tokens=0, echo=True).max_tokens == 0
+    assert completion(max_tokens=0, prompt_logprobs=1).max_tokens == 0
+
+
+def test_chat_does_not_echo() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        chat(echo=True)
+    assert caught.value.param == "echo"
 
 
 def test_stops_as_text_or_list() -> None:

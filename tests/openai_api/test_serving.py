@@ -56,7 +56,7 @@ async def test_malformed_json(path: str, body: bytes) -> None:
         (completion(prompt=[]), 400, "invalid_request_error", "prompt"),
         (completion(prompt=[1024]), 400, "invalid_request_error", "prompt"),
         (completion(prompt=[-1]), 400, "invalid_request_error", "prompt"),
-        (completion(prompt=["a", "b"]), 400, "invalid_request_error", "prompt"),
+        (completion(prompt=["a", ""]), 400, "invalid_request_error", "prompt"),
         (completion(prompt=[1, "b"]), 400, "invalid_request_error", "prompt"),
         (completion(prompt=[5] * 2048), 400, "context_length_exceeded", "prompt"),
         (completion(prompt=[5] * 2000, max_tokens=49), 400, "context_length_exceeded", "max_tokens"),

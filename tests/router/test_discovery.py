@@ -272,9 +272,10 @@ async def test_a_stream_that_ends_is_opened_again() -> None:
 async def test_late_events_of_an_old_incarnation_change_nothing() -> None:
     async with event_cluster() as (router, ctx, source):
         index, worker = router.router.cluster.index, worker_of(router, ctx)
+        await eventually(lambda: worker.events_state == "live")
         source.held = [key(1)]
         source.end()
-        await eventually(lambda: len(index) == 1)
+        await eventually(lambda: source.opened == 2 and len(index) == 1)
         assert ctx.server_info is not None
         ctx.server_info["incarnation"] = source.incarnation = "B"
         source.held = []

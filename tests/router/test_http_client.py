@@ -274,15 +274,26 @@ async def test_cancelling_closes_the_connection(when: str) -> None:
 
 
 async def test_a_stream_is_paused_and_resumed() -> None:
-    async with raw_server(answering(STREAM[:-20], STREAM[-20:])) as (pool, _):
+    paused = asyncio.Event()
+
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await answering(STREAM[:-20])(reader, writer)
+        await paused.wait()
+        writer.write(STREAM[-20:])
+        await writer.drain()
+        await reader.read()
+
+    async with raw_server(script) as (pool, _):
         answer, sink = await pool.request(REQUEST), Sink()
         relay = asyncio.ensure_future(stream_of(answer, sink))
         await asyncio.sleep(0)
-        assert sink.source is not None
-        sink.source.pause()
+        source = sink.source
+        assert source is not None
+        source.pause()
+        paused.set()
         await asyncio.sleep(0.05)
         assert not relay.done()
-        sink.source.resume()
+        source.resume()
         await asyncio.wait_for(relay, 5)
         assert sink.payload.count(b"data") == 3
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from fake_worker import (
     Call,
+    answer_context,
     answer_generation,
     chunk_of,
     cut_at_once,
@@ -113,6 +114,29 @@ async def test_a_failed_leg_is_retried_elsewhere_with_a_fresh_id(leg: str, strea
         assert len(set(ids)) > 3  # a kept connection that closes without an answer is tried anew with the same id
         owed = {call.json["disaggregated_params"]["disagg_request_id"] for call in broken.legs()}
         await eventually(lambda: {handoff for worker in ctx for handoff in worker.released} == owed)
+        assert router.in_flight == 0
+
+
+@pytest.mark.parametrize("status", [204, 302, 999])
+async def test_statuses_that_are_no_answer_are_a_bad_gateway(status: int) -> None:
+    async with cluster() as (router, [ctx], _):
+        ctx.scripts[COMPLETIONS] = fail_with(status, b"")
+        answer = await router.post(COMPLETIONS, prompt="hi")
+        assert answer.status_code == 502 and str(status) in answer.json()["error"]["message"]
+
+
+async def test_a_generation_worker_that_vanishes_between_the_legs() -> None:
+    async with cluster() as (router, [ctx], [gen]):
+
+        async def script(call: Call) -> None:
+            worker = next(worker for worker in router.router.cluster.workers if worker.port == gen.port)
+            router.router.cluster.suspect(worker, "scripted", unreachable=True)
+            await answer_context(call)
+
+        ctx.scripts[COMPLETIONS] = script
+        answer = await router.post(COMPLETIONS, prompt="hi")
+        assert answer.status_code == 503 and answer.json()["error"]["code"] == "not_ready"
+        await eventually(lambda: len(ctx.released) == 1)
         assert router.in_flight == 0
 
 

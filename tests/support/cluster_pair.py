@@ -13,7 +13,7 @@ SHM = {"cache_transceiver_config": {"backend": "DEFAULT"}}
 def pool_settings(directory: Path, **store: object) -> dict[str, Any]:
     """Worker settings that join the pool of the cluster's master and hand over through it alone."""
     return {
-        "cache_transceiver_config": {"backend": "MOONCAKE"},
+        "cache_transceiver_config": {"backend": "POOL"},
         "kv_connector_config": {
             "connector": "mooncake-store",
             "mooncake_store": {

@@ -17,11 +17,13 @@ import numpy as np
 
 from engine.blocks import BlockPool
 from engine.config import EngineConfig, PoolConfig
+from engine.host_tier import host_buffer
 from engine.loop import EngineLoop, InboxItem, Model
 from engine.messages import (
     Abort,
     Events,
     Failed,
+    Feed,
     FromEngine,
     HandoffFetched,
     Output,
@@ -170,13 +172,15 @@ class Worker:
         self.config = msgspec.convert(settings, EngineConfig)
         self.incarnation = f"{name}-incarnation"
         self.pages = SharedPool.create(num_blocks, BLOCK * 8, self.incarnation)
-        self.blocks = BlockPool(num_blocks, self.config.enable_block_reuse, self.pages.bump)
+        host = host_buffer(self.config.host_cache_size, BLOCK * 8, self.pages.block)
+        self.blocks = BlockPool(num_blocks, self.config.enable_block_reuse, self.pages.bump, host)
         self.runner = HashRunner(self.pages)
         self.facts = ModelFacts(FINGERPRINT, VOCAB, MAX_SEQ_LEN, frozenset({EOS}))
         self.inbox: queue.SimpleQueue[InboxItem] = queue.SimpleQueue()
         self.stats = Stats()
         self.fetched: list[HandoffFetched] = []
         self.events: list[Events] = []
+        self.feeds: list[Feed] = []
         self._results: dict[str, Result] = {}
         self._unfinished: dict[str, int] = {}
         self._changed = threading.Condition()
@@ -225,6 +229,8 @@ class Worker:
                         self.fetched.append(message)
                     case Events():
                         self.events.append(message)
+                    case Feed():
+                        self.feeds.append(message)
             self._changed.notify_all()
 
     # ------------------------------------------------------------ what tests do

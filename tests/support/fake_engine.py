@@ -50,6 +50,7 @@ class FakeEngine:
         self.failure: tuple[int, ServingError] | None = None  # (outputs before it, what it is)
         self.events: asyncio.Queue[KvEvent] = asyncio.Queue()
         self.resident: list[bytes] = []
+        self.feeds: dict[str, list[bytes]] = {}
 
     async def submit(self, request: Submit) -> AsyncGenerator[Output, None]:
         self.submitted.append(request)
@@ -73,6 +74,9 @@ class FakeEngine:
 
     def release_handoff(self, handoff_id: int, incarnation: str | None = None) -> None:
         self.released.append((handoff_id, incarnation))
+
+    def drain(self, feed: str) -> list[bytes]:
+        return self.feeds.pop(feed, [])
 
     def set_delays(self, seconds: dict[str, float]) -> None:
         self.delays = seconds
@@ -101,6 +105,9 @@ class FakeEngine:
         outputs[0].timing = Timing(scheduled=0.001, first_token=0.010, fetched=0.004 if request.handle else None)
         outputs[0].timing.fetch_path = "shm" if request.handle else None
         outputs[0].cached_tokens = self.cached_tokens
+        if request.sampling.prompt_logprobs is not None:
+            scored = request.prompt_ids[1:]
+            outputs[0].prompt_logprobs = [TokenLogprob(token, -0.25, [(token, -0.25)]) for token in scored]
         return outputs
 
     def _choice(self, request: Submit, index: int) -> list[Output]:

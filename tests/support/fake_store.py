@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from mooncake_pool.blockstore import TRAILER_BYTES, check_call, copy_bytes, open_value, scope_of, seal_value
+from mooncake_pool.blockstore import TRAILER_BYTES, check_call, read_value, scope_of, write_value
 
 
 class Fault(enum.StrEnum):
@@ -60,10 +60,8 @@ class FakeBlockStore:
         for i, key in enumerate(keys):
             staged = memoryview(bytearray(self.block_bytes + TRAILER_BYTES))
             received = self._read(i, key, staged, deadline)
-            block = open_value(staged, key, self._scope, received)
-            if block is None:
+            if received != len(staged) or not read_value(staged, into[i], key, self._scope):
                 return i
-            copy_bytes(into[i], block)
         return len(keys)
 
     def put(self, keys: Sequence[bytes], blocks: Sequence[memoryview], timeout: float) -> int:
@@ -109,8 +107,7 @@ class FakeBlockStore:
 
     def _write(self, key: bytes, block: memoryview) -> None:
         value = memoryview(bytearray(self.block_bytes + TRAILER_BYTES))
-        copy_bytes(value[: self.block_bytes], block)
-        seal_value(value, key, self._scope)
+        write_value(value, block, key, self._scope)
         with self._lock:
             self.values.setdefault(key, bytes(value))
 
@@ -133,7 +130,8 @@ class FakeBlockStore:
                 staged[:] = value
                 staged[len(value) // 3] ^= 1
             case Fault.STRANGER:
-                seal_value(staged, bytes(byte ^ 0xFF for byte in key), self._scope)
+                block = memoryview(bytes(self.block_bytes))
+                write_value(staged, block, bytes(byte ^ 0xFF for byte in key), self._scope)
             case _:
                 staged[:] = value
         return len(staged)

@@ -107,8 +107,9 @@ class FakeWorker:
         for writer in list(self._writers):
             writer.transport.abort()
         await self._server.wait_closed()
-        while self._writers:  # noqa: ASYNC110 - handlers of cut connections end within a few turns of the loop
-            await asyncio.sleep(0)
+        async with asyncio.timeout(5):
+            while self._writers:  # noqa: ASYNC110 - handlers of cut connections end within a few turns of the loop
+                await asyncio.sleep(0)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writers.add(writer)

@@ -84,6 +84,12 @@ def write_tiny_gguf(path: Path, kind: str = "F32", pre: str = "gpt-2", arch: str
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(10000.0)
     writer.add_vocab_size(config["vocab_size"])
+    if (scheme := options.get("rope_scaling")) is not None:
+        writer.add_string(gguf.Keys.Rope.SCALING_TYPE.format(arch=arch), scheme)
+        writer.add_rope_scaling_factor(4.0)
+        writer.add_rope_scaling_orig_ctx_len(512)
+    if (turned := options.get("rope_dimensions")) is not None:
+        writer.add_rope_dimension_count(turned)
     add_tokenizer(writer, pre, options)
     if options.get("tensors", True):
         quantisation = gguf.GGMLQuantizationType[kind]
@@ -94,6 +100,8 @@ def write_tiny_gguf(path: Path, kind: str = "F32", pre: str = "gpt-2", arch: str
                 writer.add_tensor(name, gguf.quants.quantize(values, quantisation), raw_dtype=quantisation)
         for name in options.get("extra", ()):
             writer.add_tensor(name, np.ones(8, np.float32))
+        if (factors := options.get("rope_factors")) is not None:
+            writer.add_tensor("rope_freqs.weight", factors)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

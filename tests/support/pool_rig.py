@@ -40,8 +40,8 @@ def up(client: PoolClient, seconds: float = 20.0) -> PoolClient:
 
 
 def agent_pid(client: PoolClient) -> int:
-    assert client._link is not None
-    return client._link.process.pid
+    assert client._access.link is not None
+    return client._access.link.process.pid
 
 
 def segment_names(master: PoolMaster) -> list[str]:

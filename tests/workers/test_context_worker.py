@@ -239,15 +239,28 @@ async def test_prometheus() -> None:
     assert float(lines["trtllm_time_to_first_token_seconds_count" + labels]) == 1
 
 
-async def test_iteration_stats_are_drained() -> None:
+async def test_lists_are_drained_by_one_read() -> None:
     engine = FakeEngine(script([EOS]))
-    engine.stats.steps, engine.stats.blocks_used = 5, 2
+    engine.feeds = {"iterations": [b'{"iter":4}', b'{"iter":5}'], "cache_events": [b'{"event_id":0}']}
     async with client_of(make_app(engine, "context")) as client:
-        (stats,) = (await client.get("/metrics")).json()
+        assert (await client.get("/metrics")).json() == [{"iter": 4}, {"iter": 5}]
         assert (await client.get("/metrics")).json() == []
-    assert stats["iter"] == 5
-    assert stats["kvCacheStats"]["usedNumBlocks"] == 2
-    assert stats["kvCacheStats"]["tokensPerBlock"] == 32
+        assert (await client.post("/kv_cache_events")).json() == [{"event_id": 0}]
+        assert (await client.post("/kv_cache_events")).json() == []
+        assert (await client.get("/perf_metrics")).json() == []
+
+
+async def test_times_of_requests_are_on_the_clock_of_the_router() -> None:
+    engine = FakeEngine(script([EOS]))
+    async with client_of(make_app(engine, "context")) as client:
+        await client.post("/v1/completions", json=completion("x"))
+        await client.post("/steady_clock_offset", json={"offset": -100.0})
+        times = {"arrival_time": 250.0, "kv_cache_size": 5}
+        record = {"request_id": engine.submitted[0].request_id, "perf_metrics": {"timing_metrics": times}}
+        engine.feeds["requests"] = [json.dumps(record).encode()]
+        (answer,) = (await client.get("/perf_metrics")).json()
+        told = answer["perf_metrics"]["timing_metrics"]
+        assert told["arrival_time"] == 150.0 and told["kv_cache_size"] == 5 and "server_arrival_time" in told
 
 
 # ---------------------------------------------------------------------- events
@@ -289,3 +302,20 @@ async def test_event_stream_keeps_alive_with_empty_batches() -> None:
     assert [line["seq"] for line in lines] == list(range(len(lines)))
     assert "events" in lines[0]
     assert all(not line.get("events") for line in lines[1:])
+
+
+@pytest.mark.parametrize("given", [None, 0.0, 0.9, 1])
+async def test_the_priority_reaches_the_engine_on_either_leg(given: float | None) -> None:
+    for params in ({}, {"disaggregated_params": context_only()}):
+        engine = FakeEngine(script([EOS]))
+        fields = {} if given is None else {"priority": given}
+        async with client_of(make_app(engine, "context")) as client:
+            assert (await client.post("/v1/completions", json=completion("x", **fields, **params))).status_code == 200
+        assert engine.submitted[0].priority == (0.5 if given is None else given)
+
+
+@pytest.mark.parametrize("given", [-0.1, 1.5, "high"])
+async def test_a_priority_outside_0_to_1_is_refused(given: object) -> None:
+    async with client_of(make_app(FakeEngine(script([EOS])), "context")) as client:
+        response = await client.post("/v1/completions", json=completion("x", priority=given))
+    assert response.status_code == 400 and response.json()["error"]["param"] == "priority"

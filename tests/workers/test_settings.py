@@ -35,7 +35,7 @@ def problems(tmp_path: Path, document: Any, **others: Any) -> dict[str, str]:
 
 def test_defaults_are_those_of_the_types(tmp_path: Path) -> None:
     settings = load(tmp_path, None, ServerFlags())
-    assert settings.engine == EngineConfig(model="m", transfers=("shm",))
+    assert settings.engine == EngineConfig(model="m", transfers=("shm", "nixl"))
     assert settings.cluster is None
     assert settings.role is ServerRole.AGGREGATED
 
@@ -98,7 +98,7 @@ def test_all_problems_at_once_with_path_value_and_source(tmp_path: Path) -> None
         "kv_cache_config": {"tokens_per_blok": 16, "max_tokens": 0, "free_gpu_memory_fraction": 1.5},
         "cache_transceiver_config": {"backend": "MPI", "colour": 1},
         "disagg_cluster": {"cluster_name": 5, "heartbeat": 3},
-        "tensor_parallel_size": 4,
+        "tensor_parallel_size": 0,
     }
     found = problems(tmp_path, document, flags={"max_num_tokens": -1})
     assert set(found) == {
@@ -139,14 +139,14 @@ def test_settings_without_effect_are_named_once(tmp_path: Path) -> None:
     document = {
         "cuda_graph_config": "None",
         "moe_config": {"backend": "CUTLASS"},
-        "kv_cache_config": {"enable_partial_reuse": False, "use_kv_cache_manager_v2": True},
+        "kv_cache_config": {"copy_on_partial_reuse": False, "use_kv_cache_manager_v2": True},
         "backend": "pytorch",
         "not_a_key": 1,
         "max_batchsize": 4,
     }
     notes = load(tmp_path, document).notes
     without = next(note for note in notes if "without effect" in note)
-    for name in ("cuda_graph_config", "moe_config", "kv_cache_config.enable_partial_reuse"):
+    for name in ("cuda_graph_config", "moe_config", "kv_cache_config.copy_on_partial_reuse"):
         assert name in without
     assert "backend" not in without.replace("moe_backend", "")
     assert any("not_a_key" in note for note in notes)
@@ -161,27 +161,35 @@ POOL = {"connector": "mooncake-store", "mooncake_store": {"pool": "file:///p.jso
 @pytest.mark.parametrize(
     ("backend", "pool", "transfers"),
     [
-        ("DEFAULT", False, ("shm",)),
-        ("DEFAULT", True, ("shm", "pool")),
-        ("NIXL", True, ("shm", "pool")),
-        ("UCX", False, ("shm",)),
-        ("MOONCAKE", True, ("pool",)),
-        (..., True, ("shm", "pool")),
+        ("DEFAULT", False, ("shm", "nixl")),
+        ("DEFAULT", True, ("shm", "nixl", "pool")),
+        ("NIXL", True, ("nixl", "pool")),
+        ("UCX", False, ("nixl",)),
+        ("MOONCAKE", False, ("mooncake",)),
+        ("MOONCAKE", True, ("mooncake", "pool")),
+        ("POOL", True, ("pool",)),
+        (..., True, ("shm", "nixl", "pool")),
     ],
 )
 def test_backends(tmp_path: Path, backend: Any, pool: bool, transfers: tuple[str, ...]) -> None:
     document: dict[str, Any] = {"kv_connector_config": POOL} if pool else {}
     if backend is not ...:
-        document["cache_transceiver_config"] = {"backend": backend, "kv_transfer_timeout_ms": 1500}
+        document["cache_transceiver_config"] = {
+            "backend": backend,
+            "kv_transfer_timeout_ms": 1500,
+            "kv_transfer_poll_interval_ms": 5,
+            "max_tokens_in_buffer": 4096,
+        }
     settings = load(tmp_path, document)
     assert settings.engine.transfers == transfers
     assert (settings.engine.pool is not None) == pool
-    assert any("shared memory" in note for note in settings.notes) == (backend in ("NIXL", "UCX"))
+    assert settings.engine.transfers_required == (backend in ("NIXL", "UCX", "MOONCAKE"))
     if backend is not ...:
         assert settings.engine.handoff_timeout == 1.5
+        assert (settings.engine.transfer_poll_interval, settings.engine.max_tokens_in_buffer) == (0.005, 4096)
 
 
-@pytest.mark.parametrize("backend", ["MOONCAKE", "MPI", "nixl", 5, None])
+@pytest.mark.parametrize("backend", ["POOL", "MPI", "nixl", 5, None])
 def test_backends_that_cannot_be(tmp_path: Path, backend: Any) -> None:
     found = problems(tmp_path, {"cache_transceiver_config": {"backend": backend}})
     assert set(found) == {"cache_transceiver_config.backend"}
@@ -305,7 +313,7 @@ def test_flags(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_flags_left_out_leave_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = flags_of(monkeypatch, "m")
     assert settings.flags == ServerFlags()
-    assert settings.engine == EngineConfig("m", transfers=("shm",))
+    assert settings.engine == EngineConfig("m", transfers=("shm", "nixl"))
     assert settings.notes == []
 
 
@@ -313,3 +321,35 @@ def test_help_needs_nothing_heavy() -> None:
     result = click.testing.CliRunner().invoke(serve, ["--help"])
     assert result.exit_code == 0
     assert "--server_role" in result.output
+
+
+def test_scheduler_and_cache_keys_reach_the_engine(tmp_path: Path) -> None:
+    document = {
+        "scheduler_config": {
+            "capacity_scheduler_policy": "MAX_UTILIZATION", "waiting_queue_policy": "priority",
+            "context_chunking_policy": "EQUAL_PROGRESS",
+        },
+        "kv_cache_config": {"host_cache_size": "1GiB", "event_buffer_max_size": 1024, "enable_partial_reuse": False},
+        "enable_iter_perf_stats": True, "iter_perf_stats_interval": 4, "return_perf_metrics": True,
+    }  # fmt: skip
+    engine = load(tmp_path, document).engine
+    assert (engine.capacity_policy, engine.waiting_policy) == ("MAX_UTILIZATION", "priority")
+    assert engine.chunking_policy == "EQUAL_PROGRESS"
+    assert (engine.host_cache_size, engine.event_buffer_max_size, engine.enable_partial_reuse) == (2**30, 1024, False)
+    assert (engine.enable_iter_perf_stats, engine.iter_perf_stats_interval) == (True, 4)
+    assert engine.return_perf_metrics
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "allowed"),
+    [
+        ("capacity_scheduler_policy", "STATIC_BATCH", "GUARANTEED_NO_EVICT"),
+        ("context_chunking_policy", "FORCE_CHUNK", "EQUAL_PROGRESS"),
+        ("waiting_queue_policy", "lifo", "fcfs, priority"),
+    ],
+)
+def test_policies_that_are_not_there_are_refused_by_name(tmp_path: Path, key: str, value: str, allowed: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        load(tmp_path, {"scheduler_config": {key: value}})
+    [(path, message)] = caught.value.problems
+    assert path == f"scheduler_config.{key}" and value in message and allowed in message

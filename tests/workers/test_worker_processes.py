@@ -181,9 +181,9 @@ def test_a_port_in_use_is_exit_3(cluster: Cluster) -> None:
 
 
 def test_bad_settings_are_exit_2_with_all_problems(cluster: Cluster) -> None:
-    result = run(cluster, "--port", "0", "--tp_size", "2", "--set", "kv_cache_config.colour=1")
+    result = run(cluster, "--port", "0", "--pp_size", "2", "--set", "kv_cache_config.colour=1")
     assert result.returncode == 2, result.stderr
-    assert "tensor_parallel_size" in result.stderr
+    assert "pipeline_parallel_size" in result.stderr
     assert "kv_cache_config.colour" in result.stderr
     assert "Traceback" not in result.stderr
 
