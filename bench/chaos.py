@@ -198,9 +198,11 @@ class Chaos:
         number = self._new_id()
         shared = {"disagg_request_id": number, "schedule_style": 1}
         context = body | {"disaggregated_params": {"request_type": "context_only"} | shared}
-        params = {"request_type": "generation_only", "ctx_request_id": number, "ctx_info_endpoint": self.context.address}
+        source = self.context.address
+        params = {"request_type": "generation_only", "ctx_request_id": number, "ctx_info_endpoint": source}
         generation = body | {"disaggregated_params": params | shared}
-        leg = threading.Thread(target=self._context_leg, args=(context, step.cancel_after * (step.chance % 2)), daemon=True)
+        wait = step.cancel_after * (step.chance % 2)
+        leg = threading.Thread(target=self._context_leg, args=(context, wait), daemon=True)
         leg.start()
         try:
             self._judge(step, complete(self.generation.url, generation, timeout=STUCK_S))

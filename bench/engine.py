@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent)]
@@ -101,6 +101,8 @@ def measure(engines: list[Engine], options: argparse.Namespace, vocab_size: int)
                 if round_number:
                     found[engine.name].setdefault(case, []).append(answer)
         print(f"round {round_number} of {options.rounds}, load {os.getloadavg()[0]:.1f}", file=sys.stderr)
+        if round_number:  # so that a run that is cut short has shown something
+            print_table(summarise(found), agreement(found), sys.stderr)
     return found
 
 
@@ -132,11 +134,12 @@ def agreement(found: dict[str, dict[str, list[Any]]]) -> dict[str, float]:
     }
 
 
-def print_table(table: dict[str, dict[str, float]], same: dict[str, float]) -> None:
+def print_table(table: dict[str, dict[str, float]], same: dict[str, float], out: TextIO = sys.stdout) -> None:
     columns = list(next(iter(table.values())))
-    print(f"{'engine':14}" + "".join(f"{column:>20}" for column in columns) + f"{'same tokens':>14}")
+    lines = [f"{'engine':14}" + "".join(f"{column:>20}" for column in columns) + f"{'same tokens':>14}"]
     for engine, row in table.items():
-        print(f"{engine:14}" + "".join(f"{row[column]:20.1f}" for column in columns) + f"{same[engine]:14.0%}")
+        lines.append(f"{engine:14}" + "".join(f"{row[column]:20.1f}" for column in columns) + f"{same[engine]:14.0%}")
+    print("\n".join(lines), file=out)
 
 
 def arguments() -> argparse.Namespace:
@@ -173,7 +176,7 @@ def main() -> None:
     table, same = summarise(found), agreement(found)
     print_table(table, same)
     if options.json:
-        settings = {key: value for key, value in vars(options).items() if key != "json"}
+        settings = {key: value for key, value in vars(options).items() if key not in ("json", "vllm_python")}
         machine = {"cpus": os.cpu_count(), "machine": platform.machine(), "load": os.getloadavg()}
         report = {"settings": settings, "machine": machine, "summary": table, "same_tokens": same, "rounds": found}
         options.json.write_text(json.dumps(report, indent=1))

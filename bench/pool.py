@@ -28,6 +28,7 @@ import numpy as np
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE.parent / "mooncake")]
 
+from mooncake_pool import wire  # noqa: E402
 from mooncake_pool.manifest import read_manifest  # noqa: E402
 from mooncake_pool.remote import PoolClient, key_prefix  # noqa: E402
 from mooncake_pool.store_config import EffectiveSettings  # noqa: E402
@@ -35,6 +36,7 @@ from mooncake_pool.store_config import EffectiveSettings  # noqa: E402
 MIB = 1024 * 1024
 COMMAND = [sys.executable, "-c", "from trtllm_serve.mooncake import mooncake_master as main; main()"]
 SETTLE_SECONDS = 0.02
+WARM_ROUNDS = 8
 Row = dict[str, list[float]]
 
 
@@ -88,14 +90,13 @@ def measure(reference: str, block_bytes: int, count: int, rounds: int, staged: b
     target = np.zeros_like(source)
     blocks = [memoryview(source)[i * block_bytes : (i + 1) * block_bytes] for i in range(count)]
     into = [memoryview(target)[i * block_bytes : (i + 1) * block_bytes] for i in range(count)]
-    segment = max(64 * MIB, -(-total * (rounds + 3) // (2 * MIB)) * 2 * MIB)
+    segment = max(64 * MIB, 2 * total)
     found: Row = {"memcpy": [], "put": [], "get": []}
     with clients(reference, block_bytes, segment) as (putter, getter):
         if staged:
             for client in (putter, getter):
                 client._access.maps.close()  # as on hosts that share no memory
-        time.sleep(segment / 1.0e9)  # the agents have committed what they lend
-        for number in range(rounds + 2):  # two to warm up: segments get mapped, pages populated
+        for number in range(WARM_ROUNDS + rounds):  # first the segments get mapped and their pages populated
             keys = [(number << 32 | i).to_bytes(16, "big") for i in range(count)]
             target[:] = 0
             seconds = {"put": timed(lambda: expect(putter.put(keys, blocks, 30.0), count))}  # noqa: B023
@@ -103,12 +104,17 @@ def measure(reference: str, block_bytes: int, count: int, rounds: int, staged: b
             if not np.array_equal(source, target):
                 raise SystemExit("what was read is not what was stored")
             seconds["memcpy"] = timed(lambda: np.copyto(target, source))
-            if number >= 2:
+            forget(putter, keys)
+            if number >= WARM_ROUNDS:
                 for path, taken in seconds.items():
                     found[path].append(total / taken / 1e9)
-            elif number == 1:
-                time.sleep(1.0)
     return found
+
+
+def forget(client: PoolClient, keys: list[bytes]) -> None:
+    """Room for the next round in the same memory, as evictions give it in a pool that is full."""
+    assert client._access.link is not None
+    client._access.link.tell(wire.Forget(keys))
 
 
 def expect(done: int, count: int) -> None:

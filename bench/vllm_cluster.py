@@ -152,7 +152,7 @@ def running(home: Path, servers: tuple[Server, ...] = (PREFILL, DECODE)) -> Iter
         yield
     finally:
         for process in processes:
-            _end(process)
+            end(process)
 
 
 def _wait_ready(server: Server, process: subprocess.Popen[bytes], log: Path) -> None:
@@ -166,7 +166,7 @@ def _wait_ready(server: Server, process: subprocess.Popen[bytes], log: Path) -> 
     raise SystemExit(f"the {server.role} server does not come up:\n{log.read_text(errors='replace')[-3000:]}")
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def end(process: subprocess.Popen[bytes]) -> None:
     """With its engine process, which is of the same group."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
@@ -177,6 +177,19 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+
+
+@contextlib.contextmanager
+def kv_events(home: Path, server: Server) -> Iterator[Path]:
+    """A file that gets the server's KV events during the block, one batch a line."""
+    path = home / "kv_events.jsonl"
+    argv = [str(home / "venv" / "bin" / "python"), str(HERE / "vllm_events.py"), server.describe()["kv_events"]]
+    with path.open("wb") as output:
+        process = subprocess.Popen([*argv, "--seconds", "3600"], stdout=output, start_new_session=True)
+    try:
+        yield path
+    finally:
+        end(process)
 
 
 # ---------------------------------------------------------------- the two legs
@@ -267,13 +280,14 @@ def main() -> int:
     parser.add_argument("--home", type=Path, default=DEFAULT_HOME)
     parser.add_argument("--json", type=Path, help="of check: also write the results to this file")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the servers that were started
     if arguments.what == "install":
         install(arguments.home)
         return 0
     make_model(arguments.home)
     if arguments.what == "serve":
         return serve(arguments.home)
-    with running(arguments.home):
+    with running(arguments.home), kv_events(arguments.home, PREFILL) as events:
         results = check()
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(results, indent=2) + "\n")
@@ -282,6 +296,7 @@ def main() -> int:
         verdict = "same" if result["same"] else "DIFFERENT"
         print(f"{verdict:10s}{result['path']:22s}{mode:10s}{result['seconds']:7.3f} s  {result['text'][:60]!r}")
     print("kv_transfer_params of the last prefill answer:", json.dumps(results[-1]["kv_transfer_params"]))
+    print("KV events of the prefill server:\n" + "".join(events.read_text().splitlines(keepends=True)[:3]))
     return 0 if all(result["same"] for result in results) else 1
 
 

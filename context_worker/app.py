@@ -139,6 +139,7 @@ class Worker:
             version=version(),
             role=self.options.role,
             model=self.options.served_name,
+            accepts=[self.options.served_name, *self.options.aliases],
             incarnation=ready.incarnation,
             fingerprint=ready.fingerprint,
             max_seq_len=ready.max_seq_len,

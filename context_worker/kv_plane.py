@@ -37,9 +37,11 @@ class KvPlane:
     async def publishing(self) -> AsyncIterator[None]:
         loop = asyncio.get_running_loop()
         incarnation = self._engine.ready.incarnation
-        writer = self._writer = KvPlaneWriter(
-            *self._target, incarnation, self._ttl, lambda: loop.call_soon_threadsafe(self._again.set)
-        )
+
+        def resnapshot() -> None:
+            loop.call_soon_threadsafe(self._again.set)
+
+        writer = self._writer = KvPlaneWriter(*self._target, incarnation, self._ttl, resnapshot)
         self._engine.on_lease_opened, self._engine.on_lease_closed = self._opened, writer.lease_closed
         try:
             async with asyncio.TaskGroup() as group:

@@ -29,6 +29,7 @@ _COUNTERS = {
     "generated_tokens": "Tokens sampled here",
     "blocks_evicted": "Reusable KV blocks given to a new owner",
     "preemptions": "Times that a running choice gave up its KV blocks",
+    "tokens_recomputed": "Tokens computed again after a preemption",
     "blocks_offloaded": "KV blocks saved to host memory",
     "blocks_onboarded": "KV blocks brought back from host memory",
     "handoffs_offered": "Hand-offs whose blocks were pinned here",

@@ -2,7 +2,8 @@
 
 Rows of a step are packed: the decode rows first (one token of a sequence each), then the prefill chunks. Rows whose
 block counts have the same bit length are decoded together by one gather and one attention call, so that padding at
-most doubles the work of a row.
+most doubles the work of a row. Where a row sees how much is a mask in every call, and keys are always whole blocks: so
+a row's sums are taken in one order, whichever rows share its call.
 """
 
 from __future__ import annotations

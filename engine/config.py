@@ -25,7 +25,9 @@ class PoolConfig(msgspec.Struct, frozen=True):
 class EngineConfig(msgspec.Struct, frozen=True):
     model: str  # directory with config.json + safetensors, or a .gguf file
     role: str = "aggregated"  # context | generation | aggregated
-    dtype: str = "auto"  # auto = float32 on CPU
+    device: str = "auto"  # auto = cuda where there is a GPU, else cpu
+    dtype: str = "auto"  # auto = float32 on CPU; on a GPU the checkpoint's, or bfloat16
+    kv_cache_dtype: str = "auto"  # auto = dtype; fp8 = e4m3 (GPU)
     weight_dtype: str = "auto"  # auto = dtype; int8 = weights rounded to 8 bits (CPU)
     tp_size: int = 1  # ranks that share one model
     tokens_per_block: int = 32

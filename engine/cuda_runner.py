@@ -45,7 +45,8 @@ class StepLogits:
     drawn: list[Sampled] | None = None  # already, beside rows that could not be
 
     def __len__(self) -> int:
-        return len(self.drawn) if self.values is None and self.drawn is not None else len(self.values)  # type: ignore[arg-type]
+        rows = self.drawn if self.values is None else self.values
+        return 0 if rows is None else len(rows)
 
     def __getitem__(self, rows: list[int]) -> StepLogits:
         if self.drawn is not None:
@@ -75,9 +76,11 @@ class CudaRunner:
         self.model, self.pool = model, pool
         self.vocab_size = model.vocab_size
         self.device = model.device
-        self.stream = torch.cuda.Stream(self.device)
+        self.stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self.runs_ahead = True
         """Off where decoding is not what comes next: on a context worker."""
+        self.settles = False
+        """On where others read blocks once `run` returns: a step from which nothing is drawn is then waited for."""
         self.guesses = self.right_guesses = 0  # rows computed ahead, and those of use
         max_blocks = -(-max_seq_len // pool.page)
         self._decodes = DecodeGraphs(model, pool, max_batch, max_blocks)
@@ -91,7 +94,7 @@ class CudaRunner:
 
     def fence(self) -> torch.cuda.Event:
         """Reached when all steps so far are computed and stored."""
-        event = torch.cuda.Event()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(self.stream)
         return event
 
@@ -106,7 +109,10 @@ class CudaRunner:
         """See runner.Runner; the host does not wait for the logits."""
         with torch.cuda.stream(self.stream):
             self.pool.clear_tails(fresh_tails(chunks, self.pool.page))
-            return self._logits(chunks)
+            logits = self._logits(chunks)
+            if self.settles and not len(logits):
+                self.stream.synchronize()
+            return logits
 
     def _logits(self, chunks: Sequence[Chunk]) -> StepLogits:
         guess, self._guess = self._guess, None

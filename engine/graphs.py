@@ -6,6 +6,7 @@ import bisect
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,11 +29,9 @@ def decode_buckets(max_batch: int) -> list[int]:
     return [size for size in sizes if size < max_batch] + [max_batch]
 
 
-def captured(
-    run: Callable[[], torch.Tensor | None], memory: tuple[int, int]
-) -> tuple[torch.cuda.CUDAGraph, torch.Tensor | None]:
+def captured(run: Callable[[], torch.Tensor | None], memory: Any) -> tuple[torch.cuda.CUDAGraph, torch.Tensor | None]:
     """A graph of what `run` enqueues, and what it returned. Runs it once before: kernels are compiled then. Graphs
-    with one `memory` share their work space, so no two of them may run at a time."""
+    with one `memory` (a handle of torch's) share their work space, so no two of them may run at a time."""
     run()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=memory):
@@ -172,5 +171,13 @@ class PrefillGraphs:
             at = rows.stop
             starts[row + 1] = at
         starts[len(chunks) + 1 :] = at
-        arrays = (ids, positions, slots, starts, lengths, tables)
-        return PrefillInputs(*(to_device(array, self.model.device) for array in arrays), fresh)
+        device = self.model.device
+        return PrefillInputs(
+            ids=to_device(ids, device),
+            positions=to_device(positions, device),
+            slots=to_device(slots, device),
+            starts=to_device(starts, device),
+            lengths=to_device(lengths, device),
+            tables=to_device(tables, device),
+            fresh=fresh,
+        )

@@ -1,4 +1,4 @@
-"""The generation side of generation_first: room is made first, and blocks are fetched while the prompt is computed.
+"""The generation side of generation_first: room is made first, blocks are fetched while the prompt is computed.
 
     begin: allocate, ask for the prompt ──► blocks are announced ──► fetch them ──► … ──► the whole handle ──► the rest is
     an ordinary fetch, with an ordinary acknowledgement

@@ -223,6 +223,8 @@ class EngineLoop:
     def _advance(self, choice: Choice, tokens: int) -> None:
         if not choice.generated:
             self.stats.prompt_tokens_computed += tokens
+        elif tokens > 1:
+            self.stats.tokens_recomputed += tokens - 1  # after a preemption; the last one is due anyway
         self.exchange.publish(self.scheduler.advance(choice, tokens))
         if not choice.generated:
             self.readers.progress(choice.request)

@@ -255,6 +255,7 @@ class Stats(msgspec.Struct, tag="stats", omit_defaults=True):
     requests_fetching: int = 0
     requests_paused: int = 0  # preempted, to be computed again
     preemptions: int = 0
+    tokens_recomputed: int = 0  # for choices that were preempted after their first token
     host_blocks_total: int = 0  # of the host memory tier
     host_blocks_used: int = 0
     blocks_offloaded: int = 0

@@ -8,6 +8,7 @@ ends on Shutdown, and when the parent's end of the socket closes.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import logging
 import os
 import queue
@@ -18,6 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
@@ -104,20 +106,60 @@ def _receive(channel: Channel, inbox: queue.SimpleQueue[InboxItem]) -> None:
     os._exit(1)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Parts:
+    """What the loop needs of the device that computes."""
+
+    runner: Any
+    sample: Any
+    copy_block: Callable[[int, int], None]
+    gpu_memory: Callable[[], int]
+
+
 class _Engine:
     """Everything that the process owns, made in the order of what can fail first; it is ready when this returns."""
 
     def __init__(self, config: EngineConfig, inbox: queue.SimpleQueue[InboxItem], send: Send) -> None:
         # torch is imported here, after the parent's first frame, so that a wrong command line ends at once.
         from engine.checkpoint import open_checkpoint
+        from engine.device import on_device, runs_on_cuda
+
+        if runs_on_cuda(config):
+            config = on_device(config)
+        self.config = config
+        self.incarnation = secrets.token_hex(8)
+        self.checkpoint = open_checkpoint(config.model, config.custom_module_dirs)
+        self.ranks: Ranks | None = None
+        parts = self._open_cuda(send) if runs_on_cuda(config) else self._open_cpu(send)
+        self.facts = self._facts()
+        self.store = self._start_pool(inbox)
+        self.ways = open_ways(config, self.pages, self.incarnation)
+        model = Model(
+            self.facts, parts.runner, parts.sample, parts.copy_block, self._guides(), gpu_memory=parts.gpu_memory
+        )
+        self.host = host_buffer(config.host_cache_size, self.block_bytes, self.pages.block)
+        blocks = BlockPool(self.num_blocks, config.enable_block_reuse, self.pages.bump, self.host)
+        self.loop = EngineLoop(
+            config,
+            model,
+            blocks,
+            self.pages,
+            self.store,
+            self.incarnation,
+            inbox,
+            send,
+            transceivers=self.ways.transceivers,
+        )
+        self._log_size()
+        send([self._ready()])
+
+    def _open_cpu(self, send: Send) -> _Parts:
         from engine.kv_pool import KvPool
         from engine.parallel import Alone
         from engine.runner import Runner, compute_dtype, load_model, weights_identity
         from engine.sampler import sample
 
-        self.config = config
-        self.incarnation = secrets.token_hex(8)
-        self.checkpoint = open_checkpoint(config.model, config.custom_module_dirs)
+        config = self.config
         self.ranks = Ranks(config) if config.tp_size > 1 else None
         group = self.ranks.group if self.ranks is not None else Alone()
         loaded = load_model(config, lambda stage, done: send([Loading(stage, done)]), self.checkpoint, group)
@@ -141,17 +183,18 @@ class _Engine:
         runner = Runner(config, self.checkpoint, kv, loaded, group, self.ranks)
         send([Loading("warm-up", 0.0)])
         runner.run([Chunk(tokens=[0], start=0, block_table=[0], wants_logits=True)])
-        self.facts = self._facts()
-        self.store = self._start_pool(inbox)
-        self.ways = open_ways(config, self.pages, self.incarnation)
-        model = Model(self.facts, runner, sample, kv.copy_block, self._guides())
-        self.host = host_buffer(config.host_cache_size, self.block_bytes, self.pages.block)
-        blocks = BlockPool(self.num_blocks, config.enable_block_reuse, self.pages.bump, self.host)
-        self.loop = EngineLoop(
-            config, model, blocks, self.pages, self.store, self.incarnation, inbox, send, transceivers=self.ways.transceivers
-        )
-        self._log_size()
-        send([self._ready()])
+        return _Parts(runner, sample, kv.copy_block, lambda: 0)
+
+    def _open_cuda(self, send: Send) -> _Parts:
+        from engine.cuda import memory_in_use, open_cuda
+        from engine.runner import weights_identity
+
+        cuda = open_cuda(self.config, self.checkpoint, lambda stage, done: send([Loading(stage, done)]))
+        self.block_bytes, self.num_blocks = cuda.block_bytes, cuda.num_blocks
+        self.fingerprint = self._fingerprint(weights_identity(self.config, self.checkpoint), cuda.dtype)
+        # Blocks are in device memory: of these pages the block numbers' generations are used, and nothing else.
+        self.pages = SharedPool.create(self.num_blocks, self.block_bytes, self.incarnation)
+        return _Parts(cuda.runner, cuda.runner.sample, cuda.runner.copy_block, memory_in_use)
 
     def close(self) -> None:
         self.loop.close()
@@ -191,8 +234,10 @@ class _Engine:
         name = self.config.guided_decoding_backend
         if name == "none":
             return None
-        source, size, stops = self.config.tokenizer or self.config.model, self.facts.vocab_size, self.facts.eos_token_ids
-        return GuideCompiler(lambda: backend_named(name, read_vocabulary(source, size, stops)))
+        source, facts = self.config.tokenizer or self.config.model, self.facts
+        return GuideCompiler(
+            lambda: backend_named(name, read_vocabulary(source, facts.vocab_size, facts.eos_token_ids))
+        )
 
     def _start_pool(self, inbox: queue.SimpleQueue[InboxItem]) -> BlockStore | None:
         """The pool is a cache: the engine serves without waiting for it."""

@@ -62,7 +62,7 @@ def draw(
     result = torch.stack((tokens, states.to(torch.int64)))
     on_host = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
     on_host.copy_(result, non_blocking=True)
-    ready = torch.cuda.Event(blocking=True)
+    ready = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
     ready.record()
     return Draws(result[0], kept, on_host, ready)
 

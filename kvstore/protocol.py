@@ -108,6 +108,7 @@ class ServerInfo(msgspec.Struct, omit_defaults=True):
     version: str | None = None
     role: str | None = None  # "context", "generation", "aggregated"
     model: str | None = None  # served model name
+    accepts: list[str] | None = None  # names that requests may use for it
     incarnation: str | None = None
     fingerprint: Fingerprint | None = None
     max_seq_len: int | None = None

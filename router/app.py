@@ -1,6 +1,7 @@
 """The router of one process: its parts, their life cycle, and the routes that are not hot.
 
-GET  /health /version /cluster_info /v1/models /prometheus/metrics
+GET  /health /version /cluster_info /v1/models /v1/models/{name} /prometheus/metrics
+POST /tokenize /detokenize /explain                         router.tools
 POST /set, GET /get /expire /get_prefix, DELETE /delete     with `cluster_uri: http://…`: storage hosted here
 PUT  /debug/delays                                          with fault injection only
 """
@@ -12,15 +13,16 @@ import contextlib
 import dataclasses
 import importlib.metadata
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import httpx
 import msgspec
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 
-from kvstore.errors import InvalidRequest, NotReady, ServingError, SettingsError
+from kvstore.errors import InvalidRequest, ModelNotFound, NotAuthenticated, NotReady, ServingError, SettingsError
 from kvstore.protocol import ServerRole
 from kvstore.registry import Backend, Membership, open_membership, parse_cluster_uri
 from kvstore.registry.http_store import HttpStore, storage_routes
@@ -33,9 +35,13 @@ from router.ids import RequestIds
 from router.metrics import RouterMetrics, render
 from router.orchestrate import Orchestrator
 from router.prompt_tokens import PromptTokens
+from router.tools import add_tool_routes
 from router.worker import Worker
 
 logger = logging.getLogger(__name__)
+
+CallNext = Callable[[Request], Awaitable[Response]]
+_NEED_A_KEY = ("/v1/", "/tokenize", "/detokenize", "/explain")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,6 +58,8 @@ class Router:
     """Make it and enter `running()` in the event loop that serves. `orchestrator` exists from then on."""
 
     orchestrator: Orchestrator
+
+    _tokenizer: Tokenizer | None = None
 
     def __init__(self, config: DisaggConfig, options: RouterOptions) -> None:
         self.config = config
@@ -102,16 +110,27 @@ class Router:
         policies = self.cluster.policies.values()
         if not any(policy.needs_tokens for policy in policies):
             return
-        path = self.options.tokenizer_path
         try:
-            if path is None:
-                raise SettingsError([("model", "missing: a policy needs the model's tokenizer")])
-            tokenizer = await asyncio.to_thread(Tokenizer.load, path)
+            tokenizer = await self._read_tokenizer()
         except (SettingsError, OSError, ValueError) as error:
             self.cluster.tokenizer_problem = str(error)
             logger.warning("prompts are not tokenized, load alone decides: %s", error)
             return
         self.orchestrator.tokens = PromptTokens(tokenizer, any(policy.needs_keys for policy in policies))
+
+    async def _read_tokenizer(self) -> Tokenizer:
+        if self._tokenizer is None:
+            if self.options.tokenizer_path is None:
+                raise SettingsError([("model", "missing: it names the tokenizer")])
+            self._tokenizer = await asyncio.to_thread(Tokenizer.load, self.options.tokenizer_path)
+        return self._tokenizer
+
+    async def tokenizer(self) -> Tokenizer:
+        """The router's own. NotReady where there is none."""
+        try:
+            return await self._read_tokenizer()
+        except (SettingsError, OSError, ValueError) as error:
+            raise NotReady(f"this router has no tokenizer: {error}") from None
 
 
 def version() -> str:
@@ -152,11 +171,43 @@ def create_app(router: Router) -> FastAPI:
     async def metrics() -> Response:
         return Response(render(router.metrics, router.cluster), media_type="text/plain; version=0.0.4; charset=utf-8")
 
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        for entry in (await models())["data"]:
+            if entry["id"] == name:
+                return entry  # type: ignore[no-any-return]
+        raise ModelNotFound(f"model {name[:200]!r} is not served here", param="model")
+
+    add_tool_routes(app, router)
+    if router.config.cors_allow_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(router.config.cors_allow_origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+        )
+    if router.config.api_keys_file is not None:
+        app.middleware("http")(_key_check(router))
     if router.store is not None:
         app.router.routes.extend(storage_routes(router.store))
     if router.options.fault_injection:
         _add_debug_routes(app, router)
     return app
+
+
+def _key_check(router: Router) -> Callable[[Request, CallNext], Awaitable[Response]]:
+    """The routes that clients use, the hot ones apart, which check for themselves. Probes and workers have no key."""
+
+    async def check(request: Request, call_next: CallNext) -> Response:
+        keys, path = router.orchestrator.keys, request.url.path
+        if keys is not None and request.method != "OPTIONS" and path.startswith(_NEED_A_KEY):
+            try:
+                keys.check(request.headers.get("authorization", "").encode("latin-1"))
+            except NotAuthenticated as error:
+                return await _serving_error(request, error)
+        return await call_next(request)
+
+    return check
 
 
 def _add_debug_routes(app: FastAPI, router: Router) -> None:
@@ -209,6 +260,7 @@ def describe(router: Router) -> dict[str, Any]:
             "uri": router.membership.uri if router.membership else minimum.cluster_uri,
             "state": cluster.registry_state,
         },
+        "waiting_requests": cluster.room.waiting,
         "policies": {role.name.lower(): policy.describe() for role, policy in cluster.policies.items()},
         "tokens_per_block": cluster.tokens_per_block,
         "index_blocks": len(cluster.index),

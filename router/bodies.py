@@ -5,6 +5,7 @@ Only what the router itself takes out or rewrites is validated here; all other f
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -75,14 +76,16 @@ class ClientBody:
         wanted = self.fields.get("return_token_ids")
         return wanted is not None and bytes(wanted) == b"true"
 
-    def context_leg(self, disagg_request_id: int) -> list[bytes | Raw]:
+    def context_leg(
+        self, disagg_request_id: int, style: ScheduleStyle = ScheduleStyle.CONTEXT_FIRST
+    ) -> list[bytes | Raw]:
         """Parts of the body. Sampling, stop and max_tokens stay as they are: the request type ends the leg."""
         return [
             self._open(),
             *self._prompt_members(self.token_ids),
             b'"stream":false,' if self.stream else b"",
             b'"disaggregated_params":{"request_type":"%b","disagg_request_id":%d,"schedule_style":%d}}'
-            % (RequestType.CONTEXT_ONLY.encode(), disagg_request_id, ScheduleStyle.CONTEXT_FIRST),
+            % (RequestType.CONTEXT_ONLY.encode(), disagg_request_id, style),
         ]
 
     def generation_leg(self, answer: ContextAnswer) -> list[bytes | Raw]:
@@ -94,6 +97,22 @@ class ClientBody:
             answer.generation_params(),
             b"}",
         ]
+
+    def generation_first_leg(self, params: Mapping[str, Any]) -> list[bytes | Raw]:
+        """The context leg is under way: `params` say where, and under which id."""
+        return [
+            self._open(),
+            *self._prompt_members(self.token_ids),
+            self.stream_members,
+            b'"disaggregated_params":',
+            msgspec.json.encode(params),
+            b"}",
+        ]
+
+    def local_leg(self) -> list[bytes | Raw]:
+        """For a generation worker that does it all."""
+        members = self._prompt_members(self.token_ids)
+        return [self._open(), *members, self.stream_members, b'"disaggregated_params":null}']
 
     def _open(self) -> bytes:
         """All members that both legs share, without the closing brace."""
@@ -168,8 +187,8 @@ class ContextAnswer:
 
     __slots__ = ("_answer", "body", "params")
 
-    def __init__(self, body: bytes, only_one_token: bool) -> None:
-        """Raises BadContextAnswer for an answer without what the generation leg needs."""
+    def __init__(self, body: bytes, only_one_token: bool, hands_over: bool = True) -> None:
+        """Raises BadContextAnswer for an answer without what the generation leg needs, if it is to `hands_over`."""
         self.body = body
         try:
             self._answer = _ANSWER.decode(body)
@@ -179,7 +198,7 @@ class ContextAnswer:
             raise BadContextAnswer("no choices")
         self.params: dict[str, Raw] | None = None
         for index, choice in enumerate(self._answer.choices):
-            if self.params is None and _goes_on(choice, index, only_one_token):
+            if hands_over and self.params is None and _goes_on(choice, index, only_one_token):
                 self.params = choice.disaggregated_params
 
     def generation_params(self) -> bytes:
@@ -189,6 +208,18 @@ class ContextAnswer:
         if bytes(self._answer.usage) != _NULL:
             params["ctx_usage"] = self._answer.usage
         return msgspec.json.encode(params)
+
+    def signed_fields(self) -> tuple[str | None, str | None]:
+        """`ctx_info_endpoint` and `encoded_opaque_state`, for the signature. Raises BadContextAnswer."""
+        params = self.params or {}
+        try:
+            endpoint, state = (
+                msgspec.json.decode(params.get(name, Raw(_NULL)), type=str | None)
+                for name in ("ctx_info_endpoint", "encoded_opaque_state")
+            )
+        except msgspec.MsgspecError as error:
+            raise BadContextAnswer(f"disaggregated_params: {error}") from None
+        return endpoint, state
 
     def prompt_ids(self) -> bytes | None:
         """The prompt's token ids as a JSON list; None if the worker did not tell them."""

@@ -6,20 +6,25 @@ All changes are synchronous and recompute the candidate lists, so that a request
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import msgspec
+
 from kvstore.errors import NotReady
 from kvstore.protocol import Fingerprint, ServerInfo, ServerRole, WorkerRecord
+from router.admission import Admission
 from router.config import DisaggConfig
 from router.index import BlockIndex
-from router.policy import Need, Policy, make_policy
-from router.policy.kv_cache_aware import KvCacheAware
+from router.policy import Need, Policy, PrefixAware, make_policy
 from router.worker import Worker, WorkerState
 
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER = 1.0  # seconds, for clients that came before there was a pair of workers
+MOST_FAILURES = 5  # of requests to a worker, one after another: then it gets none for a while
+TRIP_SECONDS, LONGEST_TRIP = 2.0, 60.0  # doubled with each failed trial
 
 
 class Cluster:
@@ -31,13 +36,16 @@ class Cluster:
         self.context_policy: Policy = make_policy(config.context.router, self.index)
         self.generation_policy: Policy = make_policy(config.generation.router, self.index)
         self.policies = {ServerRole.CONTEXT: self.context_policy, ServerRole.GENERATION: self.generation_policy}
+        self.room = Admission(config.admission, self.context_policy, self.generation_policy)
         self.workers: list[Worker] = []
         self.contexts: tuple[Worker, ...] = ()
+        self.generations: tuple[Worker, ...] = ()
         self.partners: dict[Worker, tuple[Worker, ...]] = {}
         self.ready = False
         self.registry_state: str | None = None
         self.tokens_per_block: int | None = None
         self.tokenizer_problem: str | None = None
+        self.accepted_models: frozenset[bytes] | None = None  # as JSON texts; None: some worker does not tell
 
     def __repr__(self) -> str:
         return f"<Cluster ready={self.ready} {self.workers}>"
@@ -51,7 +59,7 @@ class Cluster:
             candidates = self._contexts_without(excluded)
         if not candidates:
             raise self._not_ready()
-        return self.context_policy.pick(candidates, need)
+        return self._try(self.context_policy.pick(candidates, need))
 
     def pick_generation(self, context: Worker, need: Need, excluded: Sequence[Worker] = ()) -> Worker:
         """Reserve a generation worker that can take over from `context`. NotReady when none can now."""
@@ -60,7 +68,25 @@ class Cluster:
             candidates = tuple(worker for worker in candidates if worker not in excluded)
         if not candidates:
             raise self._not_ready()
-        return self.generation_policy.pick(candidates, need)
+        return self._try(self.generation_policy.pick(candidates, need))
+
+    def pick_local(self, need: Need, excluded: Sequence[Worker] = ()) -> Worker:
+        """Reserve the generation worker that would serve this request best on its own. NotReady when there is none."""
+        candidates = tuple(worker for worker in self.generations if worker not in excluded) if self.ready else ()
+        if not candidates:
+            raise self._not_ready()
+        return self._try(self.generation_policy.pick(candidates, need))
+
+    def release(self, worker: Worker, need: Need) -> None:
+        """The leg is over, however it went."""
+        self.policies[worker.role].release(worker, need)
+        self.room.changed()
+
+    def _try(self, worker: Worker) -> Worker:
+        """A worker on trial gets one request, and no other before that is answered."""
+        if worker.state is WorkerState.TRIAL:
+            self.set_state(worker, WorkerState.TRIPPED, "its trial is under way")
+        return worker
 
     def others_left(self, excluded: Sequence[Worker]) -> bool:
         """Whether another attempt has a pair of workers without those."""
@@ -86,6 +112,7 @@ class Cluster:
         self._purge(worker)
         worker.pool.close()
         self.workers.remove(worker)
+        self.policies[worker.role].forget(worker)
         self._recompute()
 
     def describe_worker(self, worker: Worker, info: ServerInfo, models: list[str]) -> None:
@@ -94,7 +121,7 @@ class Cluster:
             self._purge(worker)
             worker.incarnation = info.incarnation
             if info.incarnation is not None:
-                worker.blocks = self.index.attach(info.incarnation)
+                worker.blocks = self.index.attach(info.incarnation, worker)
         worker.info, worker.models = info, models
         worker.releases = info.engine == "trtllm-disagg"
         self._adopt_block_size(worker)
@@ -113,6 +140,33 @@ class Cluster:
         if unreachable and worker.state is WorkerState.READY:
             self.set_state(worker, WorkerState.DOWN, reason)
         worker.probe_now.set()
+
+    def worked(self, worker: Worker) -> None:
+        """A leg was answered."""
+        worker.failures = worker.trips = 0
+        if worker.state is WorkerState.TRIPPED:
+            self.set_state(worker, WorkerState.READY)
+
+    def failed(self, worker: Worker, reason: str) -> None:
+        """A leg came to nothing for a cause in the worker. Enough of these, or one in a trial, trip it."""
+        worker.failures += 1
+        on_trial = worker.state is WorkerState.TRIPPED
+        if worker.failures < MOST_FAILURES or not (worker.state is WorkerState.READY or on_trial):
+            return
+        pause = min(TRIP_SECONDS * 2**worker.trips, LONGEST_TRIP)
+        worker.trips += 1
+        worker.tripped_until = time.monotonic() + pause
+        why = f"{worker.failures} requests failed one after another, the last: {reason}; next one in {pause:g} s"
+        worker.state_reason = why
+        self.set_state(worker, WorkerState.TRIPPED, why)
+
+    def answers_probe(self, worker: Worker) -> None:
+        """It says that it serves. A tripped one has to show it, when its time has come."""
+        if worker.state is not WorkerState.TRIPPED:
+            if worker.state is not WorkerState.TRIAL:
+                self.set_state(worker, WorkerState.READY)
+        elif not worker.active and time.monotonic() >= worker.tripped_until:
+            self.set_state(worker, WorkerState.TRIAL, "the next request is its trial")
 
     def _purge(self, worker: Worker) -> None:
         if worker.blocks is not None:
@@ -136,6 +190,9 @@ class Cluster:
         partners = {context: tuple(alike.get(context.fingerprint, ())) for context in contexts}
         self.partners = {context: workers for context, workers in partners.items() if workers}
         self.contexts = tuple(self.partners)
+        self.generations = tuple(generations)
+        self.room.set_limits(contexts, generations)
+        self.accepted_models = _accepted_models(usable)
         minimum = self.config.cluster
         enough = minimum is None or (
             len(contexts) >= minimum.minimal_context and len(generations) >= minimum.minimal_generation
@@ -200,11 +257,20 @@ class Cluster:
         return reasons
 
     def wants_events(self, worker: Worker) -> bool:
-        return isinstance(self.policies[worker.role], KvCacheAware)
+        return isinstance(self.policies[worker.role], PrefixAware)
 
     def models(self) -> list[str]:
         """Served model names, sorted: of the usable workers."""
         return sorted({name for worker in self.workers if worker.usable for name in worker.models})
+
+
+def _accepted_models(usable: Sequence[Worker]) -> frozenset[bytes] | None:
+    names: set[bytes] = set()
+    for worker in usable:
+        if worker.info.accepts is None:
+            return None
+        names.update(map(msgspec.json.encode, worker.info.accepts))
+    return frozenset(names) if usable else None
 
 
 def fingerprint_differences(context: Worker, generation: Worker) -> list[str]:

@@ -20,8 +20,9 @@ from kvstore.registry import parse_cluster_uri
 from router.config_reader import Reader
 from router.ids import MAX_NODE_ID, default_node_id
 
-ROUTER_TYPES = ("round_robin", "load_balancing", "kv_cache_aware")
-NOT_BUILT_ROUTER_TYPES = ("conversation",)
+PREFIX_AWARE = ("kv_cache_aware", "least_time")
+SCHEDULE_STYLES = ("context_first", "generation_first")
+ROUTER_TYPES = ("round_robin", "load_balancing", "kv_cache_aware", "conversation", "least_time")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +38,14 @@ class RouterConfig:
     track_routed_blocks: bool = True  # count on a routed prompt's blocks before the worker's events say so
     tokenizer_dir: str | None = None
     model_path: str | None = None
+    work_weight: float = 3.0  # least_time: seconds that a second of computing counts for; above 1: it delays others too
+    recent_weight: float = 0.03  # least_time: seconds that a second of recently given work counts for
+    match_threshold: float = 0.75  # conversation: share of a request's text that makes it a known conversation's
+    use_token_ids: bool = False  # conversation: compare token ids and not text
+    hash_skip_count: int = 0  # conversation: blocks at the start that are the same for all
+    max_sessions: int = 100_000  # conversation: the least recently used ones are forgotten
+    implied: bool = False  # the type was not given
+    pool: bool = False  # the workers have a pool in common
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +72,15 @@ class ClusterConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class AdmissionConfig:
+    """The `admission` block: what waits before prefill, and what is refused."""
+
+    max_queue_size: int = 1024  # requests that wait; more: 429
+    queue_timeout_sec: float = 30.0  # a request waits so long at most: 503
+    saturation: float = 4.0  # requests in flight for each place in the workers' batches (max_batch_size), by role
+
+
+@dataclasses.dataclass(frozen=True)
 class DisaggConfig:
     context: ServerBlock = ServerBlock()
     generation: ServerBlock = ServerBlock()
@@ -74,14 +92,18 @@ class DisaggConfig:
     node_id: int = dataclasses.field(default_factory=default_node_id)
     allow_request_chat_template: bool = False
     server_keep_alive_timeout: int = 10  # seconds
+    max_local_prefill_length: int | None = None  # conditional_disagg_config; None: every prompt has a context worker
+    internal_request_auth_key: str | None = None  # shared with the workers: hand-off parameters are signed
+    api_keys_file: str | None = None  # one key a line, read again when it changes; None: no key is asked for
+    cors_allow_origins: tuple[str, ...] = ()  # "*": any
+    admission: AdmissionConfig = AdmissionConfig()
     warnings: tuple[str, ...] = ()
 
 
-_NOT_BUILT_FATAL = ("disagg_coordinator_url", "internal_request_auth_key")
-"""Leaving these out would change who may do what, or who answers."""
+_NOT_BUILT_FATAL = ("disagg_coordinator_url",)
+"""Leaving these out would change who answers."""
 
 _NOT_BUILT_HARMLESS = {
-    "conditional_disagg_config": "every prompt is prefilled by a context worker",
     "otlp_config": "no traces are exported",
     "perf_metrics_output_dir": "no records are written",
     "perf_metrics_max_requests": "records are not kept; ask for a request's times with X-TRTLLM-return-metrics: 1",
@@ -93,11 +115,13 @@ _NOT_BUILT_HARMLESS = {
 }
 """The same answers without these, so a file that has them runs; what happens instead is said in a warning."""
 
+_ELSEWHERE = ("context", "generation", "cluster", "max_local_prefill_length", "warnings")
+_BLOCKS = ("context_servers", "generation_servers", "disagg_cluster", "conditional_disagg_config")
 _KNOWN = frozenset(
-    [field.name for field in dataclasses.fields(DisaggConfig) if field.name not in ("context", "generation", "cluster")]
-    + ["context_servers", "generation_servers", "disagg_cluster", "num_workers", "env_overrides", "telemetry_config"]
-    + [*_NOT_BUILT_FATAL, *_NOT_BUILT_HARMLESS]
-) - {"warnings"}
+    [field.name for field in dataclasses.fields(DisaggConfig) if field.name not in _ELSEWHERE]
+    + [*_BLOCKS, "num_workers", "env_overrides", "telemetry_config", *_NOT_BUILT_FATAL, *_NOT_BUILT_HARMLESS]
+)
+ROUTER_KEYS = tuple(field.name for field in dataclasses.fields(RouterConfig) if field.name not in ("implied", "pool"))
 
 
 def load_config(path: str, overrides: Mapping[str, Any] | None = None) -> DisaggConfig:
@@ -130,17 +154,69 @@ def parse_config(document: Mapping[str, Any], overrides: Mapping[str, Any] | Non
         hostname=top.text("hostname", DisaggConfig.hostname),
         port=top.integer("port", DisaggConfig.port, low=0),
         max_retries=top.integer("max_retries", DisaggConfig.max_retries, low=0),
-        schedule_style=top.choice("schedule_style", "context_first", ("context_first",), ("generation_first",)),
+        schedule_style=top.choice("schedule_style", "context_first", SCHEDULE_STYLES),
         cluster=cluster,
         node_id=node_id,
         allow_request_chat_template=top.boolean("allow_request_chat_template", False),
         server_keep_alive_timeout=top.integer("server_keep_alive_timeout", 10, low=1),
+        max_local_prefill_length=_conditional(top),
+        internal_request_auth_key=_secret(top, "internal_request_auth_key"),
+        api_keys_file=top.text_or_none("api_keys_file", None),
+        cors_allow_origins=_texts(top, "cors_allow_origins"),
+        admission=_admission(top),
         warnings=tuple(top.warnings),
     )
+    if config.max_local_prefill_length is not None and config.generation.router.type not in PREFIX_AWARE:
+        top.problem(
+            "conditional_disagg_config", f"needs a generation_servers.router of type {' or '.join(PREFIX_AWARE)}"
+        )
     if config.port > 65535:
         top.problem("port", f"{config.port} is not a port number")
     if top.problems:
         raise SettingsError(top.problems)
+    return config
+
+
+def _conditional(top: Reader) -> int | None:
+    block = top.block("conditional_disagg_config")
+    if block is None:
+        return None
+    block.close("ConditionalDisaggConfig", ("max_local_prefill_length",))
+    return block.integer("max_local_prefill_length", 0, low=0)
+
+
+def _secret(top: Reader, key: str) -> str | None:
+    if top.values.get(key) == "":
+        top.problem(key, "must have at least 1 character")
+    value = top.values.get(key)
+    if value is not None and not isinstance(value, str):
+        top.problem(key, "must be text")  # and never shown
+        return None
+    return value or None
+
+
+def _texts(top: Reader, key: str) -> tuple[str, ...]:
+    value = top.values.get(key)
+    if value is None:
+        return ()
+    if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
+        top.problem(key, f"must be a list of texts, got {value!r}")
+        return ()
+    return tuple(value)
+
+
+def _admission(top: Reader) -> AdmissionConfig:
+    block = top.block("admission")
+    if block is None:
+        return AdmissionConfig()
+    block.close("AdmissionConfig", [field.name for field in dataclasses.fields(AdmissionConfig)])
+    config = AdmissionConfig(
+        max_queue_size=block.integer("max_queue_size", AdmissionConfig.max_queue_size, low=0),
+        queue_timeout_sec=block.number("queue_timeout_sec", AdmissionConfig.queue_timeout_sec),
+        saturation=block.number("saturation", AdmissionConfig.saturation),
+    )
+    if config.saturation == 0:
+        block.problem("saturation", "must be above 0")
     return config
 
 
@@ -191,7 +267,7 @@ def _server_block(top: Reader, name: str, inherited: Mapping[str, Any]) -> Serve
                 f"({value!r} and {engine[key]!r})",
             )
         engine.setdefault(key, value)
-    router = _router(block, engine)
+    router = _router(block, engine, top.values.get("conditional_disagg_config") is not None)
     return ServerBlock(num_instances, urls, router, engine, present=True)
 
 
@@ -205,19 +281,26 @@ def _urls(block: Reader) -> tuple[tuple[str, int], ...]:
     return tuple(addresses)
 
 
-def _router(block: Reader, engine: Mapping[str, Any]) -> RouterConfig:
+def _router(block: Reader, engine: Mapping[str, Any], conditional: bool) -> RouterConfig:
+    """Without a `router` map the type follows from what the workers do: they prefill, and may tell of their caches."""
     router = block.block("router") or Reader(f"{block.path}.router", {}, block)
-    fields = {field.name for field in dataclasses.fields(RouterConfig)}
     for key in router.values:
-        if key not in fields:
+        if key not in ROUTER_KEYS:
             router.warn(key, "has no effect in this build")
     if "type" in router.values and isinstance(router.values["type"], str):
         router.values["type"] = router.values["type"].lower()
     kv_cache = engine.get("kv_cache_config")
-    block_size = kv_cache.get("tokens_per_block") if isinstance(kv_cache, dict) else None
+    kv_cache = kv_cache if isinstance(kv_cache, dict) else {}
+    block_size = kv_cache.get("tokens_per_block")
     model, batch = engine.get("model"), engine.get("max_batch_size")
+    implied = "router" not in block.values
+    default = RouterConfig.type
+    if implied and block.path == "generation_servers" and conditional:
+        default = "kv_cache_aware"
+    elif implied and block.path == "context_servers" and isinstance(model, str):
+        default = "least_time" if kv_cache.get("enable_block_reuse", True) is True else default
     return RouterConfig(
-        type=router.choice("type", RouterConfig.type, ROUTER_TYPES, NOT_BUILT_ROUTER_TYPES, "router type"),
+        type=router.choice("type", default, ROUTER_TYPES, (), "router type"),
         use_tokens=router.boolean("use_tokens", RouterConfig.use_tokens),
         max_batch_size=router.integer("max_batch_size", batch if type(batch) is int else 64, low=1),
         tokens_per_block=router.integer_or_none("tokens_per_block", block_size if type(block_size) is int else None),
@@ -226,6 +309,14 @@ def _router(block: Reader, engine: Mapping[str, Any]) -> RouterConfig:
         track_routed_blocks=router.boolean("track_routed_blocks", RouterConfig.track_routed_blocks),
         tokenizer_dir=router.text_or_none("tokenizer_dir", None),
         model_path=router.text_or_none("model_path", model if isinstance(model, str) else None),
+        work_weight=router.number("work_weight", RouterConfig.work_weight),
+        recent_weight=router.number("recent_weight", RouterConfig.recent_weight),
+        match_threshold=router.number("match_threshold", RouterConfig.match_threshold),
+        use_token_ids=router.boolean("use_token_ids", RouterConfig.use_token_ids),
+        hash_skip_count=router.integer("hash_skip_count", RouterConfig.hash_skip_count, low=0),
+        max_sessions=router.integer("max_sessions", RouterConfig.max_sessions, low=1),
+        implied=implied,
+        pool=isinstance(engine.get("kv_connector_config"), dict),
     )
 
 

@@ -98,7 +98,7 @@ class Discovery:
             worker.probe_now.clear()
             try:
                 await self.probe(worker)
-                self._cluster.set_state(worker, WorkerState.READY)
+                self._cluster.answers_probe(worker)
             except ProbeFailed as error:
                 state = WorkerState.JOINING if worker.state is WorkerState.JOINING else WorkerState.DOWN
                 worker.state_reason = str(error)

@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 MAX_REQUEST_BYTES = 64 * 1024 * 1024
 HOT_ROUTES = frozenset((COMPLETIONS, CHAT))
 JSON = b"application/json"
+SESSION_HEADERS = (b"x-session-id", b"x-correlation-id", b"x-session-affinity", b"x-multi-turn-session-id")
+"""Names of the conversation, the first one wins."""
 _MAX_REQUEST_ID = 128
 _SAFE_ID = frozenset(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.:/+=@")
 
@@ -58,6 +60,10 @@ class ClientRequest:
         self.expects_continue = False
         self.request_id = b""
         self.wants_metrics = False
+        self.authorization = b""
+        self.cors_lines = b""
+        self.session = b""  # the client's name for the conversation
+        self.trace_lines = b""  # W3C trace context, passed on as it came
         self.started = False  # bytes of the answer have been written
         self.response_complete = False
         self.disconnected = False
@@ -76,12 +82,22 @@ class ClientRequest:
         self._read_headers(headers)
 
     def _read_headers(self, headers: list[tuple[bytes, bytes]]) -> None:
+        session_rank = len(SESSION_HEADERS)
         for name, value in headers:
             if name == b"x-request-id":
                 if 0 < len(value) <= _MAX_REQUEST_ID and _SAFE_ID.issuperset(value):
                     self.request_id = value
             elif name == b"x-trtllm-return-metrics":
                 self.wants_metrics = value.strip() == b"1"
+            elif name == b"authorization":
+                self.authorization = value
+            elif name == b"origin":
+                self.cors_lines = self._door.orchestrator.origins.header_lines(value)
+            elif name in SESSION_HEADERS:
+                if value and SESSION_HEADERS.index(name) < session_rank:
+                    self.session, session_rank = value, SESSION_HEADERS.index(name)
+            elif name == b"traceparent" or name == b"tracestate":
+                self.trace_lines += b"%b: %b\r\n" % (name, value)
             elif name == b"content-length":
                 self._too_large = int(value) > MAX_REQUEST_BYTES
             elif name == b"expect":
@@ -207,7 +223,7 @@ class ClientRequest:
 
     def _head(self, status: int) -> bytes:
         self.started = True
-        return STATUS_LINE[status] + self._door.default_header_lines()
+        return STATUS_LINE[status] + self._door.default_header_lines() + self.cors_lines
 
     def _connection_line(self) -> bytes:
         return b"" if self.keep_alive else b"connection: close\r\n"

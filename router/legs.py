@@ -63,14 +63,14 @@ def pass_on_error(client: ClientRequest, worker: Worker, answer: Answer) -> None
 
 
 def leg_request(
-    worker: Worker, client: ClientRequest | None, body: Sequence[bytes | Raw], path: bytes = b""
+    worker: Worker, client: ClientRequest | None, body: Sequence[bytes | Raw], path: bytes = b"", headers: bytes = b""
 ) -> list[bytes]:
-    """The request's bytes; a large body stays in parts."""
+    """The request's bytes; a large body stays in parts. `headers` are further lines, each with its line end."""
     parts = [part if isinstance(part, bytes) else bytes(part) for part in body]
     size = sum(map(len, parts))
-    extra = b""
+    extra = headers
     if client is not None:
-        path, extra = client.path, client.request_id_line()
+        path, extra = client.path, headers + client.request_id_line() + client.trace_lines
         if client.wants_metrics:
             extra += b"x-trtllm-return-metrics: 1\r\n"
     head = b"POST %b HTTP/1.1\r\nhost: %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n%b\r\n" % (
@@ -93,8 +93,11 @@ async def post_leg(cluster: Cluster, leg: LegMetrics, worker: Worker, request: S
         failure = LegFailed(worker, leg, str(error))
         failure.unreachable = isinstance(error, Unreachable)
         cluster.suspect(worker, str(error), failure.unreachable)
+        cluster.failed(worker, str(error))
         raise failure from None
     elapsed = time.monotonic() - started
+    if worker.failures and 200 <= answer.status < 500:
+        cluster.worked(worker)
     if answer.status == 200:
         leg.first_token_latency.observe(elapsed)
         if answer.body is not None:
@@ -106,12 +109,13 @@ async def post_leg(cluster: Cluster, leg: LegMetrics, worker: Worker, request: S
         raise LegRefused(worker, answer)
     if answer.status == 503:
         cluster.suspect(worker, "answers 503", unreachable=False)
+    cluster.failed(worker, f"answered {answer.status}")
     raise LegFailed(worker, leg, f"answered {answer.status}", answer)
 
 
-def timing_line(client: ClientRequest, context: Answer, generation: Answer | None) -> bytes:
+def timing_line(client: ClientRequest, context: Answer | None, generation: Answer | None) -> bytes:
     """`Server-Timing`: the legs' entries under the prefixes ctx_ and gen_, and the router's under disagg_ (ms)."""
-    entries = [*_prefixed("ctx_", context)]
+    entries = [] if context is None else [*_prefixed("ctx_", context)]
     if generation is not None:
         entries += _prefixed("gen_", generation)
     elapsed = (time.monotonic() - client.arrived) * 1000

@@ -115,6 +115,7 @@ class RouterMetrics:
         self.client_disconnects = 0
         self.finished_in_prefill = 0
         self.handoffs_released = 0
+        self.local_prefills = 0  # a generation worker did it all
         self.predicted_cached_tokens = 0
         self.actual_cached_tokens = 0
         self.untokenized_requests = 0  # a policy wanted block keys, and the request's form allowed none
@@ -130,7 +131,7 @@ class RouterMetrics:
         for name in upstream.split():
             yield CounterMetricFamily(name, f"{name.replace('_', ' ')} of the router", getattr(self, name))
         ours = (
-            "client_disconnects finished_in_prefill handoffs_released predicted_cached_tokens actual_cached_tokens "
+            "client_disconnects finished_in_prefill handoffs_released local_prefills predicted_cached_tokens actual_cached_tokens "
             "untokenized_requests"
         )
         for name in ours.split():

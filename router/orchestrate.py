@@ -12,11 +12,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from typing import Any
 
 import msgspec
 
-from kvstore.errors import DeadlineExceeded, InvalidRequest, ServingError
-from kvstore.protocol import RELEASE_PATH
+from kvstore.errors import DeadlineExceeded, InvalidRequest, ModelNotFound, ServingError
+from kvstore.handoff_auth import AUTH_HEADER, handoff_signature
+from kvstore.protocol import RELEASE_PATH, RequestType, ScheduleStyle
+from router.access import ApiKeys, Origins
 from router.bodies import BadContextAnswer, ClientBody, ContextAnswer
 from router.cluster import Cluster
 from router.front_door import JSON, ClientRequest
@@ -24,16 +27,14 @@ from router.http_client import Answer, ExchangeFailed
 from router.ids import RequestIds
 from router.legs import EVENT_STREAM, LegFailed, LegRefused, leg_request, post_leg, timing_line
 from router.metrics import RouterMetrics
-from router.policy import Need
-from router.policy.kv_cache_aware import KvCacheAware
-from router.prompt_tokens import NotReadable, PromptTokens
+from router.policy import Need, PrefixAware
+from router.prompt_tokens import NotReadable, PromptTokens, conversation_of, prompt_text
 from router.streamed_answer import as_event_stream
 from router.worker import Worker
 
 logger = logging.getLogger(__name__)
 
 RELEASE_TIMEOUT = 5.0  # seconds; the context worker's lease ends what a lost release would have ended
-_NO_NEED = Need()
 
 
 class Orchestrator:
@@ -51,10 +52,15 @@ class Orchestrator:
         self.metrics = metrics
         self.delays: dict[str, float] = {}
         self.tokens: PromptTokens | None = None
+        self.keys = None if cluster.config.api_keys_file is None else ApiKeys(cluster.config.api_keys_file)
+        self.origins = Origins(cluster.config.cors_allow_origins)
+        self._needs_text = any(policy.needs_text for policy in cluster.policies.values())
         self._ids = ids
         self._tasks = tasks
         self._timeout = request_timeout
         self._tries = cluster.config.max_retries + 1
+        self._generation_first = cluster.config.schedule_style == "generation_first"
+        self._auth_key = cluster.config.internal_request_auth_key
 
     async def serve(self, client: ClientRequest) -> None:
         """Answer one request; the only place where errors become answers."""
@@ -65,7 +71,10 @@ class Orchestrator:
         try:
             async with asyncio.timeout(self._timeout):
                 body = ClientBody(await client.read_body(), client.chat)
+                if self.keys is not None:
+                    self.keys.check(client.authorization)
                 self._check(body)
+                self.cluster.room.check()
                 if body.stream:
                     metrics.stream_requests += 1
                 else:
@@ -89,13 +98,30 @@ class Orchestrator:
         metrics.http_exceptions += 1
 
     def _check(self, body: ClientBody) -> None:
+        self._check_model(body)
         template = body.fields.get("chat_template")
         if template is None or self.cluster.config.allow_request_chat_template or bytes(template) == b"null":
             return
         raise InvalidRequest("chat_template: not allowed by this server's configuration", param="chat_template")
 
+    def _check_model(self, body: ClientBody) -> None:
+        """Names are only judged where all workers tell which they take."""
+        accepted = self.cluster.accepted_models
+        model = body.fields.get("model")
+        if accepted is None or model is None or bytes(model) in accepted:
+            return
+        try:
+            name = msgspec.json.decode(model)
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            return
+        if isinstance(name, str) and msgspec.json.encode(name) not in accepted:
+            served = ", ".join(self.cluster.models())
+            raise ModelNotFound(f"model: {name[:200]!r} is not served here; served: {served}", param="model")
+
     async def _route(self, client: ClientRequest, body: ClientBody) -> None:
-        need = _NO_NEED if self.tokens is None else await self._read_prompt(self.tokens, body)
+        need = Need() if self.tokens is None else await self._read_prompt(self.tokens, body)
+        if self._needs_text:
+            self._read_conversation(client, body, need)
         excluded: list[Worker] = []
         for attempt in range(1, self._tries + 1):
             try:
@@ -110,13 +136,21 @@ class Orchestrator:
     async def _attempt(self, client: ClientRequest, body: ClientBody, need: Need, excluded: list[Worker]) -> None:
         """Both legs, once. The reservation of each worker ends with its leg."""
         cluster = self.cluster
+        await cluster.room.enter()
+        alone = self._one_for_all(need, excluded)
+        if alone is not None:
+            await self._local_leg(client, body, need, alone)
+            return
         context = cluster.pick_context(need, excluded)
         handoff_id = self._ids()
         try:
+            if self._generation_first:
+                await self._both_legs(client, body, need, context, handoff_id, excluded)
+                return
             try:
                 answer, prefill = await self._context_leg(client, body, need, context, handoff_id)
             finally:
-                cluster.context_policy.release(context, need)
+                cluster.release(context, need)
             if prefill.params is None:
                 self._answer_from_prefill(client, body, context, answer, prefill)
                 return
@@ -124,37 +158,54 @@ class Orchestrator:
             try:
                 await self._generation_leg(client, body, context, generation, answer, prefill)
             finally:
-                cluster.generation_policy.release(generation, need)
+                cluster.release(generation, need)
         except BaseException as error:
             if holds_pages(context, error):
                 self._release(context, handoff_id)
             raise
 
+    # ------------------------------------------------------------ context first
+
     async def _context_leg(
-        self, client: ClientRequest, body: ClientBody, need: Need, context: Worker, handoff_id: int
+        self,
+        client: ClientRequest,
+        body: ClientBody,
+        need: Need,
+        context: Worker,
+        handoff_id: int,
+        style: ScheduleStyle = ScheduleStyle.CONTEXT_FIRST,
     ) -> tuple[Answer, ContextAnswer]:
-        client.queued = time.monotonic() - client.arrived
-        self.metrics.queue_latency.observe(client.queued)
-        if self.delays:
-            await asyncio.sleep(self.delays.get("before_context", 0.0))
-        policy = self.cluster.context_policy
-        predicted = policy.predicted_blocks(context, need) if isinstance(policy, KvCacheAware) else None
-        request = leg_request(context, client, body.context_leg(handoff_id))
-        answer = await post_leg(self.cluster, self.metrics.ctx, context, request)
+        cluster, policy = self.cluster, self.cluster.context_policy
+        done = False
         try:
-            if answer.body is None:
-                raise BadContextAnswer("an event stream")
-            prefill = ContextAnswer(answer.body, body.only_one_token)
-        except BadContextAnswer as error:
-            answer.discard()
-            raise LegFailed(context, self.metrics.ctx, f"its answer cannot be handed over: {error}") from None
-        if isinstance(policy, KvCacheAware) and predicted is not None:
-            policy.routed(context, need)
-            self.metrics.predicted_cached_tokens += predicted * (self.cluster.tokens_per_block or 0)
-            self.metrics.actual_cached_tokens += prefill.cached_tokens()
-        if self.delays:
-            await asyncio.sleep(self.delays.get("after_context", 0.0))
+            client.queued = time.monotonic() - client.arrived
+            self.metrics.queue_latency.observe(client.queued)
+            if self.delays:
+                await asyncio.sleep(self.delays.get("before_context", 0.0))
+            predicted = policy.predicted_blocks(context, need) if isinstance(policy, PrefixAware) else None
+            request = leg_request(context, client, body.context_leg(handoff_id, style))
+            answer = await post_leg(cluster, self.metrics.ctx, context, request)
+            try:
+                if answer.body is None:
+                    raise BadContextAnswer("an event stream")
+                prefill = ContextAnswer(answer.body, body.only_one_token, hands_over=not self._generation_first)
+            except BadContextAnswer as error:
+                answer.discard()
+                raise LegFailed(context, self.metrics.ctx, f"its answer cannot be handed over: {error}") from None
+            done = True
+            if predicted is not None:
+                self._account_for_cache(context, need, predicted, prefill.cached_tokens())
+            if self.delays:
+                await asyncio.sleep(self.delays.get("after_context", 0.0))
+        finally:
+            if not done:
+                policy.failed(context, need)
         return answer, prefill
+
+    def _account_for_cache(self, context: Worker, need: Need, predicted: int, cached: int) -> None:
+        self.cluster.context_policy.served(context, need, cached)
+        self.metrics.predicted_cached_tokens += predicted * need.block_size
+        self.metrics.actual_cached_tokens += cached
 
     async def _generation_leg(
         self,
@@ -165,16 +216,27 @@ class Orchestrator:
         prefill_answer: Answer,
         prefill: ContextAnswer,
     ) -> None:
-        leg = self.metrics.gen
         try:
-            request = leg_request(generation, client, body.generation_leg(prefill))
+            signature = self._signature(*prefill.signed_fields()) if self._auth_key else b""
+            request = leg_request(generation, client, body.generation_leg(prefill), headers=signature)
         except BadContextAnswer as error:
             raise LegFailed(context, self.metrics.ctx, f"its answer cannot be handed over: {error}") from None
+        await self._relay(client, generation, request, context.leg_head, prefill_answer)
+
+    def _signature(self, endpoint: str | None, state: str | None) -> bytes:
+        assert self._auth_key is not None
+        return f"{AUTH_HEADER}: {handoff_signature(self._auth_key, endpoint, state)}\r\n".encode()
+
+    async def _relay(
+        self, client: ClientRequest, generation: Worker, request: list[bytes], names: bytes, prefill: Answer | None
+    ) -> None:
+        """The decode leg's answer is the client's. `names` are header lines that tell of the other worker."""
+        leg = self.metrics.gen
         started = time.monotonic()
         answer = await post_leg(self.cluster, leg, generation, request)
-        headers = client.request_id_line() + context.leg_head + generation.leg_head
+        headers = client.request_id_line() + names + generation.leg_head
         if client.wants_metrics:
-            headers += timing_line(client, prefill_answer, answer)
+            headers += timing_line(client, prefill, answer)
         if answer.body is not None:
             client.respond(200, answer.body, answer.header(b"content-type") or JSON, headers)
             return
@@ -185,9 +247,72 @@ class Orchestrator:
         except ExchangeFailed as error:
             leg.error_requests += 1
             self.cluster.suspect(generation, str(error), unreachable=False)
+            self.cluster.failed(generation, str(error))
             raise LegFailed(generation, leg, f"the answer broke off: {error}") from None
         client.end_stream()
         leg.stream_completed(time.monotonic() - started, answer.stream.chunks)
+
+    # ------------------------------------------------------------ generation first
+
+    async def _both_legs(
+        self,
+        client: ClientRequest,
+        body: ClientBody,
+        need: Need,
+        context: Worker,
+        handoff_id: int,
+        excluded: list[Worker],
+    ) -> None:
+        """At once: the generation worker makes room and takes the blocks while they are computed.
+
+        Its answer is the client's. The failure of either leg ends the other.
+        """
+        cluster = self.cluster
+        try:
+            params = _follow_params(context, handoff_id)
+            if params is None:
+                raise LegFailed(context, self.metrics.ctx, "offers no endpoint to follow (generation_first)")
+            generation = cluster.pick_generation(context, need, excluded)
+        except BaseException:
+            cluster.context_policy.failed(context, need)
+            cluster.release(context, need)
+            raise
+        signature = self._signature(params["ctx_info_endpoint"], None) if self._auth_key else b""
+        request = leg_request(generation, client, body.generation_first_leg(params), headers=signature)
+        style = ScheduleStyle.GENERATION_FIRST
+        try:
+            async with asyncio.TaskGroup() as legs:
+                prefill = legs.create_task(self._context_leg(client, body, need, context, handoff_id, style))
+                # Not in the task itself: one that is cancelled before it began would keep its reservation.
+                prefill.add_done_callback(lambda _: cluster.release(context, need))
+                await self._relay(client, generation, request, context.leg_head, None)
+        except BaseExceptionGroup as failures:
+            raise _cause(failures) from None
+        finally:
+            cluster.release(generation, need)
+
+    # ------------------------------------------------------------ without a context worker
+
+    def _one_for_all(self, need: Need, excluded: list[Worker]) -> Worker | None:
+        """Conditional disaggregation: a generation worker, reserved, that misses only a few tokens of the prompt."""
+        limit, policy = self.cluster.config.max_local_prefill_length, self.cluster.generation_policy
+        if limit is None or not need.keys or not isinstance(policy, PrefixAware):
+            return None
+        worker = self.cluster.pick_local(need, excluded)
+        matched = policy.predicted_blocks(worker, need) * need.block_size
+        if matched and need.num_tokens - matched <= limit:
+            return worker
+        policy.failed(worker, need)
+        self.cluster.release(worker, need)
+        return None
+
+    async def _local_leg(self, client: ClientRequest, body: ClientBody, need: Need, worker: Worker) -> None:
+        self.metrics.local_prefills += 1
+        try:
+            await self._relay(client, worker, leg_request(worker, client, body.local_leg()), b"", None)
+            self.cluster.generation_policy.served(worker, need, None)
+        finally:
+            self.cluster.release(worker, need)
 
     def _answer_from_prefill(
         self, client: ClientRequest, body: ClientBody, context: Worker, answer: Answer, prefill: ContextAnswer
@@ -211,7 +336,16 @@ class Orchestrator:
         except NotReadable as reason:
             logger.debug("prompt left to the worker: %s", reason)
             self.metrics.untokenized_requests += 1
-            return _NO_NEED
+            return Need()
+
+    @staticmethod
+    def _read_conversation(client: ClientRequest, body: ClientBody, need: Need) -> None:
+        try:
+            need.conversation = conversation_of(body, client.session.decode("latin-1"))
+        except NotReadable:
+            need.conversation = ""
+        if not need.conversation:
+            need.text = prompt_text(body)
 
     # ------------------------------------------------------------ hand-offs that nobody will fetch
 
@@ -235,6 +369,32 @@ class Orchestrator:
         self.metrics.handoffs_released += 1
         if answer.status == 404:
             context.releases = False
+
+
+def _follow_params(context: Worker, handoff_id: int) -> dict[str, Any] | None:
+    """`disaggregated_params` of a generation leg beside the context leg; None if there is nothing to follow it by."""
+    told = context.info.disaggregated_params
+    endpoint = told.get("ctx_info_endpoint")
+    if isinstance(endpoint, list):
+        endpoint = endpoint[0] if endpoint else None
+    if not isinstance(endpoint, str) or not endpoint:
+        return None
+    params = {
+        "request_type": RequestType.GENERATION_ONLY,
+        "ctx_request_id": handoff_id,
+        "disagg_request_id": handoff_id,
+        "schedule_style": int(ScheduleStyle.GENERATION_FIRST),
+        "ctx_info_endpoint": endpoint,
+    }
+    if told.get("ctx_dp_rank") is not None:
+        params["ctx_dp_rank"] = told["ctx_dp_rank"]
+    return params
+
+
+def _cause(failures: BaseExceptionGroup[BaseException]) -> BaseException:
+    """Of both legs' failures the one that came first."""
+    first = failures.exceptions[0]
+    return _cause(first) if isinstance(first, BaseExceptionGroup) else first
 
 
 def holds_pages(context: Worker, error: BaseException) -> bool:

@@ -39,9 +39,7 @@ class PromptTokens:
 
     async def read(self, body: ClientBody, block_size: int | None) -> Need:
         """Sets `body.token_ids`, and tells the policies of the prompt. Raises NotReadable, with `body` unchanged."""
-        ids = await (self._chat_ids(body) if body.chat else self._completion_ids(body))
-        if not ids:
-            raise NotReadable("empty prompt")
+        ids = await self.ids(body)
         salt = _text(body, "cache_salt") or ""
         keys: list[bytes] = []
         if self._with_keys and block_size is not None:
@@ -50,7 +48,14 @@ class PromptTokens:
             else:
                 keys = block_keys(ids, block_size, salt)
         body.token_ids = msgspec.json.encode(ids)
-        return Need(len(ids), keys)
+        return Need(len(ids), keys, block_size or 0)
+
+    async def ids(self, body: ClientBody) -> list[int]:
+        """The prompt as the worker will read it. Raises NotReadable."""
+        ids = await (self._chat_ids(body) if body.chat else self._completion_ids(body))
+        if not ids:
+            raise NotReadable("empty prompt")
+        return ids
 
     async def _completion_ids(self, body: ClientBody) -> list[int]:
         _refuse(body, _COMPLETION_FIELDS_NOT_READ)
@@ -83,6 +88,43 @@ class PromptTokens:
         except InvalidRequest as error:
             raise NotReadable(str(error)) from None
         return await self._tokenizer.encode_async(text, _flag(body, "add_special_tokens", False))
+
+
+def prompt_text(body: ClientBody) -> str:
+    """What is said in a prompt, as one text that grows at its end from turn to turn; "" where it is no text."""
+    try:
+        if not body.chat:
+            prompt = _decoded(body.prompt) if body.prompt is not None else None
+            return prompt if isinstance(prompt, str) else ""
+        messages = _decoded(body.fields["messages"]) if "messages" in body.fields else None
+    except NotReadable:
+        return ""
+    if not isinstance(messages, list):
+        return ""
+    said = [message.get("content") for message in messages if isinstance(message, dict)]
+    return "\0".join(part if isinstance(part, str) else repr(part) for part in said)
+
+
+def conversation_of(body: ClientBody, named_by_header: str) -> str:
+    """The client's name for the conversation: its own field, then headers, then fields of other APIs; "" without."""
+    for field, inner in (("conversation_params", "conversation_id"), (None, None), ("prompt_cache_key", None)):
+        if field is None:
+            if named_by_header:
+                return named_by_header
+            continue
+        name = _named(body, field, inner)
+        if name:
+            return name
+    return _named(body, "client_metadata", "session_id")
+
+
+def _named(body: ClientBody, field: str, inner: str | None) -> str:
+    if field not in body.fields:
+        return ""
+    value = _decoded(body.fields[field])
+    if inner is not None:
+        value = value.get(inner) if isinstance(value, dict) else None
+    return value if isinstance(value, str) else ""
 
 
 def _is_plain_message(message: Any) -> bool:

@@ -17,6 +17,8 @@ class WorkerState(enum.StrEnum):
     JOINING = "joining"  # known, has not answered yet
     READY = "ready"
     DOWN = "down"  # answered before, does not now
+    TRIPPED = "tripped"  # answers probes, and failed requests one after another
+    TRIAL = "trial"  # was tripped: the next request shows whether it serves again
     LEAVING = "leaving"  # deregistered; requests in flight go on
 
 
@@ -29,6 +31,7 @@ class Worker:
         "address",
         "blocks",
         "events_state",
+        "failures",
         "host",
         "incarnation",
         "info",
@@ -42,6 +45,8 @@ class Worker:
         "role",
         "state",
         "state_reason",
+        "tripped_until",
+        "trips",
         "worker_id",
     )
 
@@ -55,6 +60,9 @@ class Worker:
         self.active = 0
         self.active_tokens = 0
         self.last_picked = 0
+        self.failures = 0  # of requests in succession
+        self.trips = 0  # in succession
+        self.tripped_until = 0.0  # monotonic
         self.incarnation: str | None = None
         self.info = ServerInfo()
         self.models: list[str] = []
@@ -82,4 +90,4 @@ class Worker:
 
     @property
     def usable(self) -> bool:
-        return self.state is WorkerState.READY
+        return self.state is WorkerState.READY or self.state is WorkerState.TRIAL

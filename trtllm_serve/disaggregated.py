@@ -59,7 +59,7 @@ _LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace", "intern
     "-s",
     "--schedule_style",
     type=click.Choice(["context_first", "generation_first"]),
-    help="Wins over the configuration. generation_first is not in this build.",
+    help="Wins over the configuration.",
 )
 @click.option("--metrics-log-interval", type=int, default=0, help="Deprecated, has no effect.")
 @click.option(
@@ -153,13 +153,11 @@ def _process_id() -> int:
 
 
 def _tokenizer_path(config: DisaggConfig) -> str | None:
-    """Where the tokenizer of kv-aware policies is; None when no policy needs one, or none is configured."""
+    """Where the router's tokenizer is; None when none is configured."""
     for block in (config.context, config.generation):
-        router = block.router
-        if router.type == "kv_cache_aware" or router.use_tokens:
-            name = router.tokenizer_dir or router.model_path
-            if name is not None:
-                return _resolve(name)
+        name = block.router.tokenizer_dir or block.router.model_path
+        if name is not None:
+            return _resolve(name)
     return None
 
 

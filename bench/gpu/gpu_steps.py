@@ -1,6 +1,6 @@
 """Decode steps against the memory floor, and prefill against the matrix rate, of an 8B-shaped model.
 
-    python bench/gpu/gpu_steps.py [--variants] [--json OUT]
+python bench/gpu/gpu_steps.py [--variants] [--json OUT]
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import functools
 import json
 from typing import Any
 
+import gpu_rig as rig
 import torch
 
-import gpu_rig as rig
 from engine.kernels import tiles
 from engine.kernels.decode_attention import Cut, decode_attention
 from engine.kernels.prefill_attention import prefill_attention
@@ -35,18 +35,24 @@ def decode_table(model: LlamaCuda, bandwidth: float, dtype: torch.dtype = torch.
     rows = []
     for batch in (1, 8, 32, 64, 128):
         state = rig.decode_state(model, pool, batch, CONTEXT)
-        graph = rig.capture(lambda state=state, batch=batch: model.decode(state, batch, pool))
+        graph = rig.capture(functools.partial(model.decode, state, batch, pool))
         seconds = rig.timed(graph.replay, 30)
         needed = weight_bytes(model) + batch * (CONTEXT - 1) * pool.token_bytes * 2 * len(model.layers)
         rows.append(
             {
-                "batch": batch, "kv": str(dtype), "ms": seconds * 1e3, "bytes": needed,
-                "of 4.3 TB/s": needed / 4.3e12 / seconds, "of measured": needed / bandwidth / seconds,
+                "batch": batch,
+                "kv": str(dtype),
+                "ms": seconds * 1e3,
+                "bytes": needed,
+                "of 4.3 TB/s": needed / 4.3e12 / seconds,
+                "of measured": needed / bandwidth / seconds,
             }
-        )  # fmt: skip
-        print(f"decode kv={dtype} batch {batch}: {seconds * 1e3:.3f} ms, {needed / 4.3e12 / seconds:.3f} of 4.3 TB/s, {needed / bandwidth / seconds:.3f} of measured", flush=True)  # fmt: skip
+        )
+        print(
+            f"decode kv={dtype} batch {batch}: {seconds * 1e3:.3f} ms, {needed / 4.3e12 / seconds:.3f} of 4.3 TB/s, {needed / bandwidth / seconds:.3f} of measured",  # noqa: E501 - one line of a table
+            flush=True,
+        )
         del graph, state
-    del pool
     torch.cuda.empty_cache()
     return rows
 
@@ -64,7 +70,15 @@ def prefill_flops(counts: list[int], cached: int, model: LlamaCuda) -> float:
 def prefill_table(model: LlamaCuda) -> list[dict[str, Any]]:
     pool = rig.device_pool(48 * 1024, rig.LLAMA_8B)
     rows = []
-    for counts, cached in (([128], 0), ([256], 0), ([512], 0), ([1024], 0), ([2048], 0), ([2048] * 4, 0), ([512], 7680)):
+    for counts, cached in (
+        ([128], 0),
+        ([256], 0),
+        ([512], 0),
+        ([1024], 0),
+        ([2048], 0),
+        ([2048] * 4, 0),
+        ([512], 7680),
+    ):
         inputs = rig.prefill_inputs(model, pool, counts, cached)
         inputs.fresh = len(counts) == 1 and not cached
         run: Any = functools.partial(model.prefill, inputs, pool)
@@ -90,12 +104,30 @@ def attention_variants(model: LlamaCuda) -> None:
         seen = sum(count * cached + count * (count + 1) / 2 for count in counts)
         line = [f"attention {len(counts)}x{counts[0]}/{cached}"]
         for block_m, block_n, warps, stages in (
-            (128, 64, 8, 3), (128, 64, 8, 2), (128, 64, 8, 4), (128, 128, 8, 2), (128, 32, 8, 4), (64, 64, 4, 3), (64, 64, 4, 2), (64, 128, 4, 2),
-        ):  # fmt: skip
+            (128, 64, 8, 3),
+            (128, 64, 8, 2),
+            (128, 64, 8, 4),
+            (128, 128, 8, 2),
+            (128, 32, 8, 4),
+            (64, 64, 4, 3),
+            (64, 64, 4, 2),
+            (64, 128, 4, 2),
+        ):
             run = functools.partial(
-                prefill_attention, query, pool.keys[3], pool.values[3], inputs.tables, inputs.starts, inputs.lengths,
-                model.heads, out, block_m=block_m, block_n=block_n, warps=warps, stages=stages,
-            )  # fmt: skip
+                prefill_attention,
+                query,
+                pool.keys[3],
+                pool.values[3],
+                inputs.tables,
+                inputs.starts,
+                inputs.lengths,
+                model.heads,
+                out,
+                block_m=block_m,
+                block_n=block_n,
+                warps=warps,
+                stages=stages,
+            )
             try:
                 seconds = rig.timed(rig.capture(run).replay, 10)
                 line.append(f"{block_m},{block_n},{warps},{stages}: {4 * seen * 4096 / seconds / 1e12:.0f}")
@@ -113,24 +145,44 @@ def cut_variants(model: LlamaCuda) -> None:
             state.qkv.normal_()
             results = []
             for split in splits:
-                for block_n, warps, stages in ((64, 4, 3), (64, 4, 2), (32, 4, 3), (32, 2, 3), (64, 8, 3), (128, 4, 2), (128, 8, 2), (32, 1, 3), (64, 2, 2)):
+                for block_n, warps, stages in (
+                    (64, 4, 3),
+                    (64, 4, 2),
+                    (32, 4, 3),
+                    (32, 2, 3),
+                    (64, 8, 3),
+                    (128, 4, 2),
+                    (128, 8, 2),
+                    (32, 1, 3),
+                    (64, 2, 2),
+                ):
                     cut = Cut(split, block_n, warps, stages)
 
-                    def run(cut: Cut = cut, state: Any = state) -> None:
+                    def run(cut: Cut = cut, state: Any = state, pool: Any = pool) -> None:
                         for layer in range(32):
                             decode_attention(
-                                state.qkv, pool.keys[layer], pool.values[layer], state.tables, state.lengths,
-                                state.staged[:, layer], state.attended, model.heads, state.attention, cut=cut, pdl=True,
-                            )  # fmt: skip
+                                state.qkv,
+                                pool.keys[layer],
+                                pool.values[layer],
+                                state.tables,
+                                state.lengths,
+                                state.staged[:, layer],
+                                state.attended,
+                                model.heads,
+                                state.attention,
+                                cut=cut,
+                                pdl=True,
+                            )
 
                     try:
                         results.append((rig.timed(rig.capture(run).replay, 8) * 1e3, cut))
                     except Exception as error:  # noqa: BLE001 - a variant that does not fit is a result
                         print("FAILED", cut, str(error)[:60])
             results.sort(key=lambda each: each[0])
-            text = " | ".join(f"{ms:.3f}: {c.splits},{c.block_n},{c.warps},{c.stages}" for ms, c in results[:5] + results[-1:])
+            text = " | ".join(
+                f"{ms:.3f}: {c.splits},{c.block_n},{c.warps},{c.stages}" for ms, c in results[:5] + results[-1:]
+            )
             print(f"decode attention x32 {dtype} batch {batch}: {text}", flush=True)
-        del pool, state
 
 
 def profile(model: LlamaCuda, batch: int) -> None:
@@ -141,7 +193,11 @@ def profile(model: LlamaCuda, batch: int) -> None:
         graph.replay()
         torch.cuda.synchronize()
     averages = sorted(profiler.key_averages(), key=lambda each: -each.device_time_total)[:8]
-    print(f"profile, batch {batch}:", "; ".join(f"{a.key[:40]} x{a.count} {a.device_time_total / 1e3:.3f} ms" for a in averages), flush=True)  # fmt: skip
+    print(
+        f"profile, batch {batch}:",
+        "; ".join(f"{a.key[:40]} x{a.count} {a.device_time_total / 1e3:.3f} ms" for a in averages),
+        flush=True,
+    )
 
 
 def prefill_profile(model: LlamaCuda) -> None:
@@ -153,7 +209,11 @@ def prefill_profile(model: LlamaCuda) -> None:
         graph.replay()
         torch.cuda.synchronize()
     averages = sorted(profiler.key_averages(), key=lambda each: -each.device_time_total)[:12]
-    print("profile, prefill 512:", "; ".join(f"{a.key[:40]} x{a.count} {a.device_time_total / 1e3:.3f} ms" for a in averages), flush=True)  # fmt: skip
+    print(
+        "profile, prefill 512:",
+        "; ".join(f"{a.key[:40]} x{a.count} {a.device_time_total / 1e3:.3f} ms" for a in averages),
+        flush=True,
+    )
 
 
 def main() -> None:

@@ -1,4 +1,6 @@
-"""Measures the candidates for engine/kernels/tiles.py on this GPU: `python bench/gpu/gpu_tune.py OUT.json [ROWS ...]`.
+"""Measures the candidates for engine/kernels/tiles.py on this GPU.
+
+    python bench/gpu/gpu_tune.py OUT.json [ROWS ...]
 
 Each product of an 8B-shaped layer, for each count of rows, as one CUDA graph of launches over several copies of the
 weights (so that none is found in the cache), chained as a decode step chains them.
@@ -7,6 +9,7 @@ weights (so that none is found in the cache), chained as a decode step chains th
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import multiprocessing
 import statistics
@@ -35,11 +38,12 @@ def candidates(product: Product, rows: int) -> list[Tile]:
     pair = 2 if product is Product.GATE_UP else 1
     if rows == 1:
         return [
-            Tile(n, k, 1, warps, 3, ahead)
-            for n, k, warps in ((2, 1024, 4), (4, 512, 4), (8, 512, 4), (8, 512, 8), (16, 512, 8), (4, 2048, 8), (4, 1024, 8), (2, 512, 2), (4, 256, 2))
-            for ahead in (0, 512, 1024, 2048, 4096)
+            Tile(n, k, 1, warps, stages, ahead)
+            for n, k, warps in ((4, 512, 4), (8, 512, 8), (16, 512, 8), (4, 1024, 8), (8, 512, 4))
+            for stages in (1, 2, 4)
+            for ahead in (512, 1024)
             if n * k <= 8192 // pair and not (product is Product.HEAD and n < 8)
-        ]  # fmt: skip
+        ]
     found = []
     for n in (64, 128):
         for k in (64, 128, 256):
@@ -60,7 +64,7 @@ def _sensible(tile: Tile, product: Product, rows: int, pair: int) -> bool:
     programs = n // tile.block_n * tile.split
     memory = (tile.block_n * pair + rows) * tile.block_k * 2 * tile.stages
     return (
-        90 <= programs
+        programs >= 90
         and (tile.split == 1 or programs <= 600)
         and 48 * 1024 <= memory <= SHARED_MEMORY
         and k % (tile.block_k * tile.split) == 0
@@ -78,7 +82,9 @@ class Case:
         self.normed = not self.add
         out_dtype = torch.float32 if product is Product.HEAD else torch.bfloat16
         wide = 2 * n if self.silu else n
-        self.weights = [torch.empty(wide, k, dtype=torch.bfloat16, device="cuda").normal_(0, 0.02) for _ in range(copies)]  # fmt: skip
+        self.weights = [
+            torch.empty(wide, k, dtype=torch.bfloat16, device="cuda").normal_(0, 0.02) for _ in range(copies)
+        ]
         self.x = torch.randn(rows, k, device="cuda").bfloat16()
         self.gain = torch.rand(k, device="cuda").bfloat16() + 0.5
         self.out = torch.zeros(rows, n, dtype=out_dtype, device="cuda")
@@ -90,7 +96,9 @@ class Case:
         norm, x = self.gain if self.normed else None, self.x
         if norm is not None and not tile.norms:
             x, norm = rms_norm(x, norm, 1e-5, self.norm_out, pdl=pdl), None
-        linear(x, weight, self.out, tile, norm=norm, eps=1e-5, add=self.add, silu=self.silu, scratch=self.scratch, pdl=pdl)  # fmt: skip
+        linear(
+            x, weight, self.out, tile, norm=norm, eps=1e-5, add=self.add, silu=self.silu, scratch=self.scratch, pdl=pdl
+        )
 
     def cublas(self, weight: torch.Tensor) -> None:
         x = rms_norm(self.x, self.gain, 1e-5, self.norm_out, pdl=True) if self.normed else self.x
@@ -147,7 +155,9 @@ def tune(products: list[Product], counts: list[int], processes: int) -> dict[str
     jobs = []
     for product in products:
         for rows in counts:
-            tiles = [(t.block_n, t.block_k, t.split, t.warps, t.stages, t.ahead, t.norms) for t in candidates(product, rows)]
+            tiles = [
+                (t.block_n, t.block_k, t.split, t.warps, t.stages, t.ahead, t.norms) for t in candidates(product, rows)
+            ]
             jobs += [(product.value, rows, tiles[at : at + 6]) for at in range(0, len(tiles), 6)]
     print("candidates", sum(len(job[2]) for job in jobs), flush=True)
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
@@ -164,21 +174,27 @@ def tune(products: list[Product], counts: list[int], processes: int) -> dict[str
                     if not case.wrong(tile) < 0.02:
                         print("WRONG", product.value, rows, tile, case.wrong(tile), flush=True)
                         continue
-                    results.append((case.seconds(lambda weight, tile=tile: case.ours(weight, tile)), tile))
+                    results.append((case.seconds(functools.partial(case.ours, tile=tile)), tile))
                 except Exception as error:  # noqa: BLE001 - an unusable candidate is a result
                     print("FAILED", product.value, rows, tile, str(error)[:80], flush=True)
             results.sort(key=lambda each: each[0])
             best, tile = results[0]
             line = [product.value, rows, f"cublas {base * 1e6:.1f} us {case.bytes / base / 1e12:.2f} TB/s"]
             for seconds, each in results[:3]:
-                line.append(f"{seconds * 1e6:.1f} us {case.bytes / seconds / 1e12:.2f} {each.block_n},{each.block_k},{each.split},{each.warps},{each.stages},{each.ahead},{int(each.norms)}")  # fmt: skip
+                line.append(
+                    f"{seconds * 1e6:.1f} us {case.bytes / seconds / 1e12:.2f} {each.block_n},{each.block_k},{each.split},{each.warps},{each.stages},{each.ahead},{int(each.norms)}"  # noqa: E501 - one line of a table
+                )
             print(*line, sep=" | ", flush=True)
             table[f"{product.value}/{rows}"] = {
-                "cublas_us": base * 1e6, "best_us": best * 1e6, "bytes": case.bytes,
+                "cublas_us": base * 1e6,
+                "best_us": best * 1e6,
+                "bytes": case.bytes,
                 "tile": [tile.block_n, tile.block_k, tile.split, tile.warps, tile.stages, tile.ahead, tile.norms],
-                "all": [(round(s * 1e6, 2), t.block_n, t.block_k, t.split, t.warps, t.stages, t.ahead, t.norms) for s, t in results],
-            }  # fmt: skip
-            del case
+                "all": [
+                    (round(s * 1e6, 2), t.block_n, t.block_k, t.split, t.warps, t.stages, t.ahead, t.norms)
+                    for s, t in results
+                ],
+            }
             torch.cuda.empty_cache()
     print(f"tuned in {time.monotonic() - began:.0f} s", flush=True)
     return table

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prompts import STREAM_TOKENS
+from prompts import AFFINITY_PROMPTS
 from rig import BIN, Load, NotMeasured, child, cpu_seconds, family, free_ports, get, preferred, pss_mib, wait_served
 from routers import Place, Router
 
@@ -31,9 +31,13 @@ class Session:
     worker_pid: int
     pid: int
     port: int
+    prefill_workers: int
 
     def pace(self, microseconds: int) -> None:
         get(self.control, f"/_ctl?itl_us={microseconds}")
+
+    def preferred(self) -> contextlib.AbstractContextManager[None]:
+        return preferred([*family(self.pid), self.worker_pid])
 
     @property
     def memory(self) -> float:
@@ -52,12 +56,12 @@ def session(router: Router | None, workers: int, folder: Path) -> Iterator[Sessi
         worker = stack.enter_context(child(argv, worker_log, last_core=False))
         wait_served(worker, first, worker_log)
         if router is None:
-            yield Session(Load(first, worker.pid, folder), first, worker.pid, worker.pid, first)
+            yield Session(Load(first, worker.pid, folder), first, worker.pid, worker.pid, first, workers)
             return
         process = stack.enter_context(child(router.command(place), log, last_core=True, env=router.env))
         wait_served(process, place.port, log)
         time.sleep(0.5)
-        yield Session(Load(place.port, process.pid, folder), first, worker.pid, process.pid, place.port)
+        yield Session(Load(place.port, process.pid, folder), first, worker.pid, process.pid, place.port, workers)
         if process.poll() is not None:
             raise NotMeasured(f"it ended during the measurement: {log.read_text(errors='replace')[-600:]}")
 
@@ -84,8 +88,7 @@ def chunks(found: Session, seconds: float) -> Figures:
 
 
 def first_token(found: Session, seconds: float) -> Figures:
-    with preferred([*family(found.pid), found.worker_pid]):
-        run = found.load.run("100-stream1", max(3.0, seconds), connections=32, rate=LATENCY_RATE)
+    run = found.load.run("100-stream1", max(3.0, seconds), connections=32, rate=LATENCY_RATE)
     return {"ttft_p50_us": run["first_byte_us"]["p50"], "ttft_p99_us": run["first_byte_us"]["p99"]}
 
 
@@ -98,20 +101,35 @@ def long_prompts(found: Session, seconds: float) -> Figures:
     return figures
 
 
+def affinity(found: Session, seconds: float) -> Figures:
+    """Whether prompts stick to the context worker that has their prefix: 1 if all requests of a prompt go to one, and
+    1 / workers if the prompt does not matter. Of several prompts one after another, the least."""
+    shares = []
+    for number in range(AFFINITY_PROMPTS):
+        before = get(found.control, "/_stat")["by_port"]
+        found.load.run(f"100-one{number}", 0.2, connections=1, warm=0)
+        after = get(found.control, "/_stat")["by_port"]
+        counts = [now - then for now, then in zip(after, before, strict=True)][: found.prefill_workers]
+        shares.append(max(counts) / max(1, sum(counts)))
+    return {"affinity": min(shares)}
+
+
 CASES: dict[str, Callable[[Session, float], Figures]] = {
     "requests": requests,
     "chunks": chunks,
     "first_token": first_token,
     "long_prompts": long_prompts,
+    "affinity": affinity,
 }
-assert STREAM_TOKENS > 1
 
 
-def measure(router: Router | None, cases: list[str], seconds: float, folder: Path) -> Figures:
+def measure(router: Router | None, cases: list[str], urgent: list[str], seconds: float, folder: Path) -> Figures:
+    """`urgent` cases run before all else that the machine has to do."""
     with session(router, 2, folder) as found:
         figures: Figures = {}
         for case in cases:
-            figures |= CASES[case](found, seconds)
+            with found.preferred() if case in urgent else contextlib.nullcontext():
+                figures |= CASES[case](found, seconds)
         figures["pss_mib"] = found.memory
         figures["errors"] = found.load.errors
     return figures
@@ -120,7 +138,7 @@ def measure(router: Router | None, cases: list[str], seconds: float, folder: Pat
 # ---------------------------------------------------------------- growth
 
 
-def growth_with_workers(router: Router, total: int, seconds: float, folder: Path) -> Figures:
+def growth_with_workers(router: Router, total: int, urgent: bool, seconds: float, folder: Path) -> Figures:
     """`total` workers, half of each role. `idle_cpu` is the share of a core that the router uses without a request."""
     with session(router, total // 2, folder) as found:
         time.sleep(SETTLING.get(total, 0.5))
@@ -128,7 +146,8 @@ def growth_with_workers(router: Router, total: int, seconds: float, folder: Path
         before, started = cpu_seconds(pids), time.monotonic()
         time.sleep(5.5)  # longer than the interval of health checks
         idle = (cpu_seconds(pids) - before) / (time.monotonic() - started)
-        runs = [found.load.run("100-plain", seconds) for _ in range(2)]
+        with found.preferred() if urgent else contextlib.nullcontext():
+            runs = [found.load.run("100-plain", seconds) for _ in range(2)]
         cpu = min(run["cpu_us"] for run in runs)
         used = get(found.control, "/_stat")["ports_used"]
         return {
@@ -140,7 +159,9 @@ def growth_with_workers(router: Router, total: int, seconds: float, folder: Path
         }
 
 
-def growth_with_blocks(router: Router, totals: list[int], seconds: float, folder: Path) -> dict[str, Figures]:
+def growth_with_blocks(
+    router: Router, totals: list[int], urgent: bool, seconds: float, folder: Path
+) -> dict[str, Figures]:
     """CPU of a request by the number of blocks in the index, which the workers' events fill."""
     found_at: dict[str, Figures] = {}
     with session(router, 2, folder) as found:
@@ -154,7 +175,8 @@ def growth_with_blocks(router: Router, totals: list[int], seconds: float, folder
                 _wait_indexed(found.port, total)
                 figures["ingest_us_per_block"] = (cpu_seconds(pids) - before) / (total - indexed) * 1e6
                 indexed = total
-            runs = [found.load.run("100-plain", seconds) for _ in range(2)]
+            with found.preferred() if urgent else contextlib.nullcontext():
+                runs = [found.load.run("100-plain", seconds) for _ in range(2)]
             figures |= {"cpu_us": min(run["cpu_us"] for run in runs), "pss_mib": found.memory}
             found_at[str(total)] = figures
     return found_at

@@ -18,6 +18,7 @@ class Encoder(Protocol):
 LENGTHS = {"100": (100, 512), "8k": (8_000, 64), "64k": (64_000, 16)}
 """Tokens, and how many different prompts of that length."""
 STREAM_TOKENS = 64
+AFFINITY_PROMPTS = 4
 
 
 def write_bodies(folder: Path, tokenizer: Encoder) -> None:
@@ -31,6 +32,8 @@ def write_bodies(folder: Path, tokenizer: Encoder) -> None:
         if name == "100":
             _write(folder / "100-stream1.jsonl", prompts, max_tokens=1, stream=True)
             _write(folder / "100-stream64.jsonl", prompts, max_tokens=STREAM_TOKENS, stream=True)
+            for number, prompt in enumerate(prompts[:AFFINITY_PROMPTS]):
+                _write(folder / f"100-one{number}.jsonl", [prompt], max_tokens=1, stream=False)
 
 
 def _corpus() -> str:

@@ -6,6 +6,7 @@ import statistics
 from typing import Any
 
 Rounds = list[dict[str, Any]]
+STICKS = 0.9  # affinity above which a policy is taken to see prefixes
 _COLUMNS = (
     ("CPU µs a request", "cpu_us", 0),
     ("requests/s", "per_second", 0),
@@ -15,6 +16,7 @@ _COLUMNS = (
     ("added TTFT p99 µs", "added_ttft_p99_us", 0),
     ("8k CPU ms", "long_8k_cpu_ms", 2),
     ("64k CPU ms", "long_64k_cpu_ms", 2),
+    ("affinity", "affinity", 2),
     ("PSS MiB", "pss_mib", 0),
 )
 
@@ -41,26 +43,26 @@ def _medians(found: Rounds) -> dict[str, Any]:
 
 
 def headline(summary: dict[str, dict[str, Any]], cache_aware_peers: list[str], ours: str) -> dict[str, Any]:
-    """The figures that the router is judged by. `ours` is the policy with exact tokens."""
+    """The figures that the router is judged by. `ours` is the policy with exact tokens. A *sticking* peer is one whose
+    prompts really went to where their prefix was: not every router's cache-aware policy reads every kind of request."""
     mine = summary.get(ours, {})
     peers = {name: summary[name] for name in cache_aware_peers if name in summary and not summary[name]["errors"]}
-    best = min(peers, key=lambda name: peers[name]["cpu_us"]) if peers and _all_have(peers, "cpu_us") else None
+    costs = {name: figures["cpu_us"] for name, figures in peers.items() if "cpu_us" in figures}
+    best = min(costs, key=costs.__getitem__, default=None)
+    sticking = [cost for name, cost in costs.items() if peers[name].get("affinity", 0.0) > STICKS]
     latencies = [figures["added_ttft_p50_us"] for figures in peers.values() if "added_ttft_p50_us" in figures]
     return {
         "policy": ours,
         "kv_aware_cpu_us": mine.get("cpu_us"),
         "best_peer": best,
-        "best_peer_cpu_us": peers[best]["cpu_us"] if best else None,
-        "cpu_ratio": mine["cpu_us"] / peers[best]["cpu_us"] if best and "cpu_us" in mine else None,
+        "best_peer_cpu_us": costs[best] if best else None,
+        "cpu_ratio": mine["cpu_us"] / costs[best] if best and "cpu_us" in mine else None,
+        "best_sticking_peer_cpu_us": min(sticking, default=None),
         "chunk_cpu_us": mine.get("chunk_cpu_us"),
         "long_64k_cpu_ms": mine.get("long_64k_cpu_ms"),
         "added_ttft_p50_us": mine.get("added_ttft_p50_us"),
         "best_peer_added_ttft_p50_us": min(latencies, default=None),
     }
-
-
-def _all_have(figures: dict[str, dict[str, Any]], name: str) -> bool:
-    return all(name in values for values in figures.values())
 
 
 def markdown(results: dict[str, Any]) -> str:

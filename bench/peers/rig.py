@@ -38,7 +38,9 @@ def build() -> None:
     for name, sources in _SOURCES.items():
         target = BIN / name
         if not target.exists() or target.stat().st_mtime < max(source.stat().st_mtime for source in sources):
-            subprocess.run(["gcc", "-O2", "-Wall", "-o", str(target), str(sources[0])], check=True)
+            fresh = target.with_suffix(f".{os.getpid()}")  # the old one may be running
+            subprocess.run(["gcc", "-O2", "-Wall", "-o", str(fresh), str(sources[0])], check=True)
+            fresh.replace(target)
 
 
 def free_ports(count: int) -> int:

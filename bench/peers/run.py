@@ -4,9 +4,10 @@
     python bench/peers/run.py [--rounds 3] [--seconds 2] [--routers ours-kv_cache_aware,smg-cache_aware]
                               [--growth 2,16,128,512] [--blocks 0,100000,1000000] [--json FILE] [--markdown FILE]
 
-Every figure is the median of the rounds, in each of which every router is started anew and measured in turn. Compare
-within one run only: CPU times read higher on a busy machine, and the load average of every round is recorded. `direct`
-is the load on a worker itself.
+Every figure is the median of the rounds, in each of which every router is started anew and measured in turn. `direct`
+is the load on a worker itself. Compare within one run only: CPU times read higher on a busy machine, whose load average
+is recorded. Cases named by --urgent run under a real-time policy and feel little of it; a saturating one leaves the
+machine nothing else meanwhile.
 """
 
 from __future__ import annotations
@@ -66,6 +67,9 @@ def parse_arguments() -> argparse.Namespace:
         "--routers", default="", help="names with commas between, or cache_aware; all that are installed if left out"
     )
     parser.add_argument("--cases", default=",".join(CASES))
+    parser.add_argument(
+        "--urgent", default="first_token", help="cases in which routers, workers and load go before all other work here"
+    )
     parser.add_argument("--growth", default="", help="total workers, as 2,16,128,512: also measure growth with them")
     parser.add_argument("--blocks", default="", help="indexed blocks, as 0,1000000: also measure growth with them")
     parser.add_argument("--json", type=Path)
@@ -113,9 +117,9 @@ def run_rounds(
         shift = number * 3 % len(chosen)
         for router in [None, *chosen[shift:], *chosen[:shift]]:
             name = "direct" if router is None else router.name
-            wanted = [case for case in cases if router is not None or case != "long_prompts"]
+            wanted = [case for case in cases if router is not None or case not in ("long_prompts", "affinity")]
             try:
-                figures = measure(router, wanted, arguments.seconds, folder)
+                figures = measure(router, wanted, arguments.urgent.split(","), arguments.seconds, folder)
             except NotMeasured as problem:
                 results["not_measured"][name] = str(problem)
                 note(f"{name}: {problem}")
@@ -134,7 +138,7 @@ def run_growth(
     for total in map(int, filter(None, arguments.growth.split(","))):
         for router in chosen:
             try:
-                figures = growth_with_workers(router, total, arguments.seconds, folder)
+                figures = growth_with_workers(router, total, "requests" in arguments.urgent, arguments.seconds, folder)
             except NotMeasured as problem:
                 figures = {"problem": str(problem)}
             found.setdefault(router.name, {})[str(total)] = figures
@@ -150,7 +154,9 @@ def run_blocks(
     for router in chosen:
         if totals and not router.peer and router.cache_aware:
             try:
-                found[router.name] = growth_with_blocks(router, totals, arguments.seconds, folder)
+                found[router.name] = growth_with_blocks(
+                    router, totals, "requests" in arguments.urgent, arguments.seconds, folder
+                )
             except NotMeasured as problem:
                 results["not_measured"][f"{router.name}, blocks"] = str(problem)
             note(f"blocks, {router.name}: {found.get(router.name)}")

@@ -165,13 +165,15 @@ static void serve_info(conn *c) {
 }
 
 static void serve_stat(conn *c) {
-  static char body[256];
+  static char body[1 << 16];
   int used = 0;
   for (int i = 0; i < num_ports; i++) used += requests_of[i] > 0;
-  answer(c, 200, body,
-         sprintf(body, "{\"requests\":%llu,\"renders\":%llu,\"tokens\":%llu,\"ports_used\":%d,\"stored_blocks\":%llu}",
-                 (unsigned long long)num_requests, (unsigned long long)num_renders, (unsigned long long)num_tokens, used,
-                 (unsigned long long)stored_blocks));
+  int n = sprintf(body, "{\"requests\":%llu,\"renders\":%llu,\"tokens\":%llu,\"ports_used\":%d,\"by_port\":[",
+                  (unsigned long long)num_requests, (unsigned long long)num_renders, (unsigned long long)num_tokens, used);
+  for (int i = 0; i < num_ports && i < 2048; i++)
+    n += sprintf(body + n, "%s%llu", i ? "," : "", (unsigned long long)requests_of[i]);
+  n += sprintf(body + n, "]}");
+  answer(c, 200, body, n);
 }
 
 static void serve_get(conn *c, span path) {

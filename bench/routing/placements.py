@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import heapq
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from unittest import mock
 
-from bench.routing.simulation import BLOCK_TOKENS, Cache, Outcome, Request, Setting, Simulation, SimWorker
+from bench.routing.simulation import BLOCK_TOKENS, Cache, Done, Outcome, Request, Setting, Simulation, SimWorker
 from kvstore.protocol import KvEvent, KvEventBatch, ServerRole
 from router.config import RouterConfig
 from router.index import BlockIndex
 from router.policy import Need, make_policy
+from router.policy.conversation import CHARACTERS_PER_TOKEN
 from router.worker import Worker, WorkerState
 
 REFERENCES = ("all_knowing", "oracle")
@@ -31,18 +32,18 @@ class RouterPlacement:
         self._seq = [1] * setting.workers
         for place, worker in enumerate(self.workers):
             worker.state = WorkerState.READY
-            worker.blocks = self.index.attach(f"w{place}")
+            worker.blocks = self.index.attach(f"w{place}", worker)
             self.index.apply(worker.blocks, KvEventBatch(f"w{place}", 0, [KvEvent(cleared=True)]))
 
-    def place(self, request: Request) -> tuple[int, Callable[[], None]]:
-        need = Need(request.tokens, request.keys)
+    def place(self, request: Request) -> tuple[int, Done]:
+        need = Need(request.tokens, request.keys, BLOCK_TOKENS)
+        if self.policy.needs_text:
+            need.text = _text(request)
         worker = self.policy.pick(self.workers, need)
 
-        def done() -> None:
+        def done(cached: int) -> None:
+            self.policy.served(worker, need, cached)
             self.policy.release(worker, need)
-            routed = getattr(self.policy, "routed", None)
-            if routed is not None:
-                routed(worker, need)
 
         return self.workers.index(worker), done
 
@@ -59,7 +60,7 @@ class AllKnowing:
     def __init__(self, simulation: Simulation) -> None:
         self._simulation = simulation
 
-    def place(self, request: Request) -> tuple[int, Callable[[], None]]:
+    def place(self, request: Request) -> tuple[int, Done]:
         return min(self._simulation.workers, key=lambda worker: self._seconds(worker, request)).place, _nothing
 
     def _seconds(self, worker: SimWorker, request: Request) -> float:
@@ -76,15 +77,20 @@ class AllKnowing:
 class Anywhere:
     """The oracle's: with one cache and one queue there is nothing to place."""
 
-    def place(self, request: Request) -> tuple[int, Callable[[], None]]:
+    def place(self, request: Request) -> tuple[int, Done]:
         return 0, _nothing
 
     def changed(self, place: int, events: list[KvEvent]) -> None:
         pass
 
 
-def _nothing() -> None:
+def _nothing(_cached: int) -> None:
     pass
+
+
+def _text(request: Request) -> str:
+    """A text that is equal as far as the prompts are: as many characters a block as policies take for one."""
+    return "".join(key.hex().ljust(BLOCK_TOKENS * CHARACTERS_PER_TOKEN) for key in request.keys)
 
 
 def bound(requests: Sequence[Request], blocks: int) -> float:

@@ -16,6 +16,8 @@ from engine.blocks import BlockPool
 from kvstore.protocol import KvEvent
 
 BLOCK_TOKENS = 512
+Done = Callable[[int], None]
+"""Is told how many of the prompt's tokens were cached."""
 
 
 @dataclass(frozen=True)
@@ -110,14 +112,14 @@ class SimWorker:
     def __init__(self, place: int, cache: Cache) -> None:
         self.place = place
         self.cache = cache
-        self.queue: deque[tuple[Request, Callable[[], None]]] = deque()
+        self.queue: deque[tuple[Request, Done]] = deque()
         self.busy_until: float | None = None
 
 
 class Placement(Protocol):
     """Where a request goes, and what the placement is told of its fate."""
 
-    def place(self, request: Request) -> tuple[int, Callable[[], None]]:
+    def place(self, request: Request) -> tuple[int, Done]:
         """(worker, what to call when its prefill is done)."""
         ...
 
@@ -132,7 +134,7 @@ class Simulation:
         self.workers = workers
         self.outcome = Outcome(of_worker=[0] * len(workers))
         self.now = 0.0
-        self._shared: deque[tuple[Request, Callable[[], None]]] | None = deque() if shared else None
+        self._shared: deque[tuple[Request, Done]] | None = deque() if shared else None
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
 
@@ -170,7 +172,7 @@ class Simulation:
         cached, blocks = worker.cache.start(request)
         self.outcome.cached_tokens += cached
         worker.busy_until = self.now + self.setting.prefill_seconds(request.tokens, cached)
-        self.at(worker.busy_until, lambda: self._finish(worker, request, blocks, done))
+        self.at(worker.busy_until, lambda: self._finish(worker, request, blocks, lambda: done(cached)))
 
     def _finish(self, worker: SimWorker, request: Request, blocks: list[int], done: Callable[[], None]) -> None:
         worker.busy_until = None

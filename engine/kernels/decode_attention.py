@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+
 @triton.jit
 def partner_of(dims, ROT: tl.constexpr):
     """The dimension that rotates together with each of `dims`; beyond ROT each is its own."""
@@ -102,7 +103,7 @@ def _decode_kernel(
         new_v = tl.load(row + (HEADS + KV_HEADS + h) * DIM + dims)
         q = turned(x, y, dims, cos, sin, query_norm_ptr, eps, DIM, ROT, QK_NORM)
         q = q.to(qkv_ptr.dtype.element_ty).to(tl.float32) * (scale * 1.4426950408889634)
-        if FP8:
+        if FP8:  # noqa: SIM108 - decided at compile time, and the branches have different types
             q = q.to(tl.float16)  # e4m3 converts exactly and fast to float16, not to bfloat16
         else:
             q = q.to(qkv_ptr.dtype.element_ty)
@@ -111,18 +112,18 @@ def _decode_kernel(
         acc = tl.zeros([GROUP_DOT, DIM], tl.float32)
         if s == 0:
             new_k = turned(new_x, new_y, dims, cos, sin, key_norm_ptr, eps, DIM, ROT, QK_NORM)
-            new_k = new_k.to(qkv_ptr.dtype.element_ty)
+            key = new_k.to(qkv_ptr.dtype.element_ty)
             if FP8:
-                new_k = tl.clamp(new_k.to(tl.float32), -448.0, 448.0)
-                new_v = tl.clamp(new_v.to(tl.float32), -448.0, 448.0)
-            new_k = new_k.to(k_ptr.dtype.element_ty)
-            new_v = new_v.to(k_ptr.dtype.element_ty)
+                key = tl.clamp(key.to(tl.float32), -448.0, 448.0).to(k_ptr.dtype.element_ty)
+                value = tl.clamp(new_v.to(tl.float32), -448.0, 448.0).to(k_ptr.dtype.element_ty)
+            else:
+                value = new_v
             staged = staged_ptr + b.to(tl.int64) * staged_stride + h * DIM
-            tl.store(staged + d[None, :], new_k)
-            tl.store(staged + KV_HEADS * DIM + d[None, :], new_v)
-            m = tl.sum(q.to(tl.float32) * new_k.to(tl.float32), 1)
+            tl.store(staged + dims, key)
+            tl.store(staged + KV_HEADS * DIM + dims, value)
+            m = tl.sum(q.to(tl.float32) * key.to(tl.float32), 1)
             total = tl.full([GROUP_DOT], 1.0, tl.float32)
-            acc = acc + new_v.to(tl.float32)
+            acc = acc + value.to(tl.float32)
         rest = begin
         if AHEAD:
             m, total, acc = _attend(q, first_k.to(q.dtype), first_v.to(q.dtype), first_ok, m, total, acc, PRECISION)
@@ -136,9 +137,7 @@ def _decode_kernel(
             v = tl.load(v_ptr + at[:, None] + d[None, :], mask=ok[:, None], other=0.0).to(q.dtype)
             m, total, acc = _attend(q, k, v, ok, m, total, acc, PRECISION)
         result = acc / tl.maximum(total, 1e-30)[:, None]
-        if SPLITS == 1:
-            tl.store(out + head[:, None] * DIM + d[None, :], result.to(out_ptr.dtype.element_ty), mask=group_ok)
-        elif used == 1:
+        if SPLITS == 1 or used == 1:
             tl.store(out + head[:, None] * DIM + d[None, :], result.to(out_ptr.dtype.element_ty), mask=group_ok)
         else:
             group = b * KV_HEADS + h
@@ -151,13 +150,13 @@ def _decode_kernel(
             if tl.atomic_add(arrived_ptr + group, 1, sem="acq_rel") == used - 1:
                 part = tl.arange(0, SPLITS)
                 member = tl.arange(0, GROUP_POW)
-                at = (group * SPLITS + part[:, None]) * GROUP + member[None, :]
-                ok = (part < used)[:, None] & (member < GROUP)[None, :]
-                weight = tl.load(lse_ptr + at, mask=ok, other=-1e30, cache_modifier=".cg")
+                place = (group * SPLITS + part[:, None]) * GROUP + member[None, :]
+                there = (part < used)[:, None] & (member < GROUP)[None, :]
+                weight = tl.load(lse_ptr + place, mask=there, other=-1e30, cache_modifier=".cg")
                 weight = tl.exp2(weight - tl.max(weight, 0)[None, :])
                 weight = weight / tl.sum(weight, 0)[None, :]
-                cells = partial_ptr + at[:, :, None].to(tl.int64) * DIM + tl.arange(0, DIM)[None, None, :]
-                share = tl.load(cells, mask=ok[:, :, None], other=0.0, cache_modifier=".cg")
+                cells = partial_ptr + place[:, :, None].to(tl.int64) * DIM + tl.arange(0, DIM)[None, None, :]
+                share = tl.load(cells, mask=there[:, :, None], other=0.0, cache_modifier=".cg")
                 joined = tl.sum(share * weight[:, :, None], 0)
                 to = (h * GROUP + member)[:, None] * DIM + tl.arange(0, DIM)[None, :]
                 tl.store(out + to, joined.to(out_ptr.dtype.element_ty), mask=(member < GROUP)[:, None])

@@ -161,7 +161,7 @@ def _argmax_kernel(
 class Argmax:
     """The best token of each row of logits. Holds its scratch memory; one stream at a time."""
 
-    PARTS = 32
+    PARTS = 128
 
     def __init__(self, rows: int, device: torch.device) -> None:
         self.partial = torch.empty(rows, self.PARTS, dtype=torch.float32, device=device)

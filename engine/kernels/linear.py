@@ -17,8 +17,9 @@ import triton.language as tl
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tile:
     """How one product is cut up. `block_n` output features and `block_k` inputs a tile; `split` programs share the
-    inputs of one tile; `ahead` inputs of each weight row are prefetched before the rows are there (0: none). Without
-    `norms` the rows are normalised by a launch of their own: many rows are better read than normalised by every tile."""
+    inputs of one tile; loads run `stages` tiles ahead of the arithmetic; the first `ahead` inputs of a weight row are
+    prefetched before the rows are there (0: none). Without `norms` the rows are normalised by a launch of their own:
+    many rows are better read than normalised by every tile."""
 
     block_n: int
     block_k: int
@@ -52,7 +53,8 @@ def _silu(x):
 @triton.jit
 def _one_row_kernel(
     x_ptr, w_ptr, bias_ptr, norm_ptr, out_ptr, n, k, eps,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, AHEAD: tl.constexpr, ITEM: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UNROLL: tl.constexpr, EVEN: tl.constexpr,
+    AHEAD: tl.constexpr, ITEM: tl.constexpr,
     NORM: tl.constexpr, RESIDUAL: tl.constexpr, SILU: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -71,7 +73,7 @@ def _one_row_kernel(
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     up = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     squares = tl.zeros([BLOCK_K], tl.float32)
-    for start in range(0, k, BLOCK_K):
+    for start in tl.range(0, k, BLOCK_K, loop_unroll_factor=UNROLL):
         if EVEN:
             w = tl.load(weights + start, eviction_policy="evict_first")
             x = tl.load(x_ptr + start + cols).to(tl.float32)
@@ -245,7 +247,7 @@ def linear(
     if m == 1 and tile.split == 1:
         _one_row_kernel[(triton.cdiv(n, tile.block_n),)](
             x, weight, bias_or_unused, norm_or_unused, out, n, k, eps,
-            BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, EVEN=even_n and even_k, **common,
+            BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, UNROLL=tile.stages, EVEN=even_n and even_k, **common,
         )  # fmt: skip
         return out
     if tile.split > 1 and (scratch is None or norm is not None or silu):

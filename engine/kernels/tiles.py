@@ -22,11 +22,11 @@ ROWS = (1, 32, 64, 128)
 """A product of M rows takes the entry of the first count that holds them; more rows go to cuBLAS."""
 
 TILES: dict[tuple[Product, int], Tile | None] = {
-    (Product.QKV, 1): Tile(16, 512, 1, 8, 3, 512),
-    (Product.OUTPUT, 1): Tile(8, 512, 1, 8, 3, 4096),  # fetched while attention leaves the memory idle
-    (Product.GATE_UP, 1): Tile(4, 512, 1, 4, 3, 512),
-    (Product.DOWN, 1): Tile(4, 1024, 1, 8, 3, 1024),
-    (Product.HEAD, 1): Tile(8, 512, 1, 4, 3),
+    (Product.QKV, 1): Tile(16, 512, 1, 8, 1, 512),
+    (Product.OUTPUT, 1): Tile(8, 512, 1, 8, 2, 512),
+    (Product.GATE_UP, 1): Tile(4, 512, 1, 4, 1, 512),
+    (Product.DOWN, 1): Tile(8, 512, 1, 8, 2, 512),
+    (Product.HEAD, 1): Tile(8, 512, 1, 8, 2, 512),
     (Product.QKV, 32): Tile(64, 128, 1, 4, 6, norms=False),
     (Product.OUTPUT, 32): Tile(64, 128, 2, 4, 6),
     (Product.GATE_UP, 32): Tile(128, 128, 1, 8, 3, norms=False),
@@ -39,7 +39,7 @@ TILES: dict[tuple[Product, int], Tile | None] = {
     (Product.HEAD, 64): Tile(128, 128, 1, 8, 4, norms=False),
     (Product.QKV, 128): None,
     (Product.OUTPUT, 128): None,
-    (Product.GATE_UP, 128): Tile(128, 64, 1, 8, 4, norms=False),
+    (Product.GATE_UP, 128): Tile(128, 64, 1, 8, 4, 256, norms=False),
     (Product.DOWN, 128): None,
     (Product.HEAD, 128): Tile(128, 64, 1, 8, 3, norms=False),
 }

@@ -30,7 +30,7 @@ class Experts:
         """
         weights, chosen = self._route(x)
         out = torch.zeros_like(x)
-        for number in chosen.unique().tolist():
+        for number in sorted(set(chosen.flatten().tolist())):
             rows, places = (chosen == number).nonzero(as_tuple=True)
             gate, up = multiply(x[rows], self.blocks[number].gate_up).chunk(2, -1)
             result = multiply(F.silu(gate) * up, self.blocks[number].down)

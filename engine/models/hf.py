@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from engine.attention import StepMeta, paged_attention
+from engine.attention import StepMeta, fresh_tails, paged_attention
 from engine.kv_pool import KvPool
 from engine.models.matrix import Matrix, MatrixForm, multiply, plain
 from engine.step import Chunk
@@ -158,6 +158,7 @@ class HFModel:
 
     def _run(self, chunks: list[Chunk], pool: KvPool) -> torch.Tensor:
         ids, meta = StepMeta.of(chunks, pool.page)
+        pool.clear_tails(fresh_tails(chunks, pool.page))
         return self.forward(ids, meta, pool)
 
 

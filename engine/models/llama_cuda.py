@@ -187,7 +187,9 @@ class LlamaCuda:
             scratch = self.scratch if tile.split > 1 else None
             if norm is not None and not tile.norms:
                 x, norm = rms_norm(x, norm, self.shape.eps, normed, pdl=self.pdl), None
-            linear(x, weight, out, tile, bias=bias, norm=norm, eps=self.shape.eps, add=add, scratch=scratch, pdl=self.pdl)  # fmt: skip
+            linear(
+                x, weight, out, tile, bias=bias, norm=norm, eps=self.shape.eps, add=add, scratch=scratch, pdl=self.pdl
+            )
             return
         if norm is not None:
             x = rms_norm(x, norm, self.shape.eps, normed, pdl=self.pdl)

@@ -175,6 +175,8 @@ class NixlTransceiver:
     # ------------------------------------------------------------ peers
 
     def _connect(self, incarnation: str, remote: RemoteMemory) -> str:
+        if remote.agent != incarnation:
+            raise TransferError(f"the pool is of agent {remote.agent}, the handle of incarnation {incarnation}")
         with self._lock:
             name = self._peers.get(incarnation)
             if name is None:
@@ -186,10 +188,11 @@ class NixlTransceiver:
                 except _PeerLost as error:
                     raise TransferError(str(error)) from None
                 name = found.decode() if isinstance(found, bytes) else str(found)
-                self._peers[incarnation] = name
                 if name != incarnation:
-                    self._forget(incarnation)
+                    self._peers[name] = name  # whoever that is: loaded anew when it is needed
+                    self._forget(name)
                     raise TransferError(f"the metadata is of agent {name}, the handle of incarnation {incarnation}")
+            self._peers[incarnation] = name
             self._peers.move_to_end(incarnation)
             return name
 

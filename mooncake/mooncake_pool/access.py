@@ -15,9 +15,10 @@ from mooncake_pool.link import AgentLink, Call, Lane
 from mooncake_pool.mapping import SegmentMaps
 
 _LANE_ROLES = {Lane.READ: ("both", "consumer"), Lane.WRITE: ("both", "producer")}
-_FIRST_KEYS = 8
-"""Keys of the first question; each next one has twice as many, up to the batch, and is asked while the blocks of the
-one before are copied."""
+_FIRST_KEYS = 16
+_GROWTH = 4
+"""Keys of the first question; each next one has so many times more, up to the batch, and is asked while the blocks of
+the one before are copied."""
 _WORTH_SPLITTING = 1024 * 1024
 """Bytes that are worth a second thread."""
 _HELPERS = 2
@@ -141,7 +142,7 @@ def _parts(count: int, most: int) -> Iterator[range]:
     while start < count:
         stop = min(count, start + min(size, most))
         yield range(start, stop)
-        start, size = stop, 2 * size
+        start, size = stop, _GROWTH * size
 
 
 def leading_ok(outcomes: Sequence[int]) -> int:

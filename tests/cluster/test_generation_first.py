@@ -85,7 +85,8 @@ def test_same_as_aggregated(pair: Pair, clients: ThreadPoolExecutor, order: str,
 
 
 def test_many_at_once(pair: Pair, clients: ThreadPoolExecutor) -> None:
-    bodies = [{"model": "tiny", "prompt": prompt(50 + i, 40 * i + 5), "max_tokens": 6, "temperature": 0} for i in range(8)]
+    shared = {"model": "tiny", "max_tokens": 6, "temperature": 0}
+    bodies = [shared | {"prompt": prompt(50 + index, 40 * index + 5)} for index in range(8)]
     before = gauges(pair.generation)["handoffs_fetched_total"]
     with ThreadPoolExecutor(8) as outer:
         replies = list(outer.map(lambda body: ask(pair, clients, body), bodies))

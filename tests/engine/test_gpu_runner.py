@@ -15,12 +15,12 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from cuda_rig import cuda_runner, serve
-from model_rig import TINY, Rig, load_rig
+from cuda_rig import cuda_runner, serve  # noqa: E402 - Triton is there
+from model_rig import TINY, Rig, load_rig  # noqa: E402 - Triton is there
 
-from engine import sampler
-from engine.kv_pool import KvPool
-from engine.step import BadLogits, Chunk, SampleSpec
+from engine import sampler  # noqa: E402 - Triton is there
+from engine.kv_pool import KvPool  # noqa: E402 - Triton is there
+from engine.step import BadLogits, Chunk, SampleSpec  # noqa: E402 - Triton is there
 
 QUESTIONS = [
     "What is the capital of France?",
@@ -114,12 +114,17 @@ def test_seeded_draws_do_not_depend_on_the_batch(runner: Any, prompts: list[list
 
 
 def test_device_draws_equal_the_sampler_s(runner: Any, prompts: list[list[int]]) -> None:
-    specs = [SampleSpec(temperature=t, top_p=p, top_k=k, min_p=m, seed=s) for s, (t, p, k, m) in enumerate(
-        [(0.0, 1, 0, 0), (1.0, 1, 0, 0), (3.0, 0.7, 0, 0), (0.7, 1, 40, 0), (1.0, 1, 0, 0.1), (0.5, 0.5, 5, 0.01)]
-    )]  # fmt: skip
+    specs = [
+        SampleSpec(temperature=t, top_p=p, top_k=k, min_p=m, seed=s)
+        for s, (t, p, k, m) in enumerate(
+            [(0.0, 1, 0, 0), (1.0, 1, 0, 0), (3.0, 0.7, 0, 0), (0.7, 1, 40, 0), (1.0, 1, 0, 0.1), (0.5, 0.5, 5, 0.01)]
+        )
+    ]
     logits = runner.run([Chunk(prompts[1], 0, [0, 1, 2], True)])[[0] * len(specs)]
     on_host = logits.values.cpu()
-    assert [each.token for each in runner.sample(logits, specs)] == [each.token for each in sampler.sample(on_host, specs)]
+    assert [each.token for each in runner.sample(logits, specs)] == [
+        each.token for each in sampler.sample(on_host, specs)
+    ]
 
 
 def test_bad_logits_name_their_rows_and_spare_the_others(runner: Any, prompts: list[list[int]]) -> None:

@@ -52,7 +52,11 @@ def test_linear(rows: int, tile: Tile, k: int, form: str, dtype: torch.dtype) ->
     x, w = random(rows, k, dtype=dtype), random(2 * n if silu else n, k, dtype=dtype, seed=1)
     gain = random(k, dtype=dtype, seed=2) if "norm" in form else None
     bias = random(len(w), dtype=dtype, seed=3) if "bias" in form else None
-    out = random(rows, n, dtype=dtype, seed=4) if form == "add" else torch.full((rows, n), torch.nan, dtype=dtype, device=DEVICE)  # fmt: skip
+    out = (
+        random(rows, n, dtype=dtype, seed=4)
+        if form == "add"
+        else torch.full((rows, n), torch.nan, dtype=dtype, device=DEVICE)
+    )
     rows_in = x.double()
     if gain is not None:
         rows_in = F.rms_norm(rows_in, (k,), gain.double(), 1e-5)
@@ -80,10 +84,21 @@ def test_split_product_adds_its_parts_and_resets_its_counters(rows: int) -> None
 class Paged:
     """Sequences of random tokens in a scattered pool: one layer of two."""
 
-    def __init__(self, lengths: list[int], heads: int, kv_heads: int, dim: int, dtype: torch.dtype, kv: torch.dtype, rotary: int | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        lengths: list[int],
+        heads: int,
+        kv_heads: int,
+        dim: int,
+        dtype: torch.dtype,
+        kv: torch.dtype,
+        rotary: int | None = None,
+    ) -> None:
         rotary = rotary or dim
         angles = torch.arange(256.0)[:, None] * 10000.0 ** -(torch.arange(0, rotary, 2) / rotary)
-        self.heads = Heads(heads, kv_heads, dim, rotary, dim**-0.5, 1e-6, angles.cos().to(DEVICE), angles.sin().to(DEVICE))  # fmt: skip
+        self.heads = Heads(
+            heads, kv_heads, dim, rotary, dim**-0.5, 1e-6, angles.cos().to(DEVICE), angles.sin().to(DEVICE)
+        )
         self.lengths, self.dtype, self.kv = lengths, dtype, kv
         count = [-(-max(length, 1) // PAGE) for length in lengths]
         order = torch.randperm(sum(count) + 3, generator=torch.Generator().manual_seed(7)).tolist()
@@ -104,7 +119,16 @@ class Paged:
         heads, kv_heads, dim = self.heads.heads, self.heads.kv_heads, self.heads.dim
         turned = torch.full((end - begin, (heads + kv_heads) * dim), torch.nan, dtype=self.dtype, device=DEVICE)
         slots = self.slots(row, positions.long())
-        rope_and_store(self.qkv[row][begin:end].contiguous(), positions.to(DEVICE), slots, self.pool[:, 1, 0], self.pool[:, 1, 1], turned, self.heads, *norms)  # fmt: skip
+        rope_and_store(
+            self.qkv[row][begin:end].contiguous(),
+            positions.to(DEVICE),
+            slots,
+            self.pool[:, 1, 0],
+            self.pool[:, 1, 1],
+            turned,
+            self.heads,
+            *norms,
+        )
         return turned[:, : heads * dim].contiguous()
 
     def reference(self, row: int, norms: Any = (None, None)) -> torch.Tensor:
@@ -120,9 +144,12 @@ class Paged:
         k, v = (part.to(self.dtype).to(self.kv).double() for part in (k, v))
         q = q.double()
         out = F.scaled_dot_product_attention(
-            q.transpose(0, 1), k.transpose(0, 1).repeat_interleave(h.heads // h.kv_heads, 0),
-            v.transpose(0, 1).repeat_interleave(h.heads // h.kv_heads, 0), is_causal=True, scale=h.scale,
-        )  # fmt: skip
+            q.transpose(0, 1),
+            k.transpose(0, 1).repeat_interleave(h.heads // h.kv_heads, 0),
+            v.transpose(0, 1).repeat_interleave(h.heads // h.kv_heads, 0),
+            is_causal=True,
+            scale=h.scale,
+        )
         return out.transpose(0, 1).reshape(length, -1)
 
     def _turn(self, x: torch.Tensor) -> torch.Tensor:
@@ -163,15 +190,30 @@ def test_decode_attends_to_the_pool_and_the_new_token(shape: Any, cut: Cut, norm
     scratch = DecodeScratch(len(lengths), h, cut.splits, DEVICE)
     lens = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
     decode_attention(
-        qkv, paged.pool[:, 1, 0], paged.pool[:, 1, 1], paged.tables, lens, staged[:, 1], out, h, scratch,
-        query_norm=norms[0], key_norm=norms[1], cut=cut,
-    )  # fmt: skip
+        qkv,
+        paged.pool[:, 1, 0],
+        paged.pool[:, 1, 1],
+        paged.tables,
+        lens,
+        staged[:, 1],
+        out,
+        h,
+        scratch,
+        query_norm=norms[0],
+        key_norm=norms[1],
+        cut=cut,
+    )
     for row, length in enumerate(lengths):
         if length:
             assert error(out[row], paged.reference(row, norms)[-1]) < HIGH[paged.kv], length
     assert not out[lengths.index(0)].any()
     assert not scratch.arrived.any()
-    slots = torch.cat([paged.slots(r, torch.tensor([n - 1])) if n > 1 else torch.tensor([-1], dtype=torch.int32, device=DEVICE) for r, n in enumerate(lengths)])  # fmt: skip
+    slots = torch.cat(
+        [
+            paged.slots(r, torch.tensor([n - 1])) if n > 1 else torch.tensor([-1], dtype=torch.int32, device=DEVICE)
+            for r, n in enumerate(lengths)
+        ]
+    )
     before = paged.pool.clone()
     store_staged(staged, paged.pool, slots)
     for row, length in enumerate(lengths):
@@ -198,7 +240,9 @@ def test_prefill_in_chunks_of_several_sequences(shape: Any, chunk: int) -> None:
         ends = torch.tensor([e for _, _, e in spans] + [0], dtype=torch.int32, device=DEVICE)
         tables = paged.tables[[*(row for row, _, _ in spans), 0]]
         out = torch.full_like(query, torch.nan)
-        prefill_attention(query, paged.pool[:, 1, 0], paged.pool[:, 1, 1], tables, starts, ends, paged.heads, out, block_n=16)  # fmt: skip
+        prefill_attention(
+            query, paged.pool[:, 1, 0], paged.pool[:, 1, 1], tables, starts, ends, paged.heads, out, block_n=16
+        )
         for at, (row, a, e) in zip(starts.tolist(), spans, strict=False):
             assert error(out[at : at + e - a], wanted[row][a:e]) < HIGH[paged.kv]
         assert out[-2:].isnan().all()

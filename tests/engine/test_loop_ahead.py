@@ -1,4 +1,4 @@
-"""generation_first on two engine loops: any order, chunks fetched while the prompt is computed, every way it can end."""
+"""generation_first on two engine loops: any order, chunks fetched while others are computed, every way it can end."""
 
 from __future__ import annotations
 

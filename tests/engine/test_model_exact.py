@@ -11,6 +11,7 @@ import torch
 import transformers
 from model_rig import TINY, Rig, load_rig
 
+from engine.models.matrix import can_pack
 from engine.step import Chunk
 
 QUESTIONS = [
@@ -113,6 +114,20 @@ def test_a_row_does_not_depend_on_its_neighbours(tiny: Rig, prompts: list[list[i
     ]
     together = runner.run(chunks)
     alone = torch.cat([runner.run([chunk]) for chunk in chunks])
+    assert torch.equal(together, alone) if can_pack(torch.float32) else torch.allclose(together, alone, atol=2e-4)
+
+
+def test_a_prompt_does_not_depend_on_its_neighbours(tiny: Rig, prompts: list[list[int]]) -> None:
+    """Nor on being cut at multiples of a segment."""
+    long = [(37 * position) % 900 + 3 for position in range(150)]
+    runner = tiny.runner(64)
+    tables = [list(range(8 * index, 8 * index + 8)) for index in range(7)]
+    whole = [Chunk(prompt, 0, table, True) for prompt, table in zip([*prompts, long], tables, strict=True)]
+    together = runner.run(whole)
+    alone = torch.cat([runner.run([chunk]) for chunk in whole])
+    cut = tiny.prefill(runner, long, tables[6], chunk=64)
+    if can_pack(torch.float32):
+        assert torch.equal(together, alone) and torch.equal(cut, alone[6])
     torch.testing.assert_close(together, alone, rtol=0, atol=2e-4)
 
 

@@ -249,7 +249,7 @@ def test_any_disorder_ends_with_all_blocks_free(steps: list[tuple[str, int]]) ->
     world.settle()
 
 
-EVENTS = ("decode", "transfer", "transfer", "transfer", "cancel", "deliver", "wait", "crash_context", "crash_generation")
+EVENTS = ("decode", *["transfer"] * 3, "cancel", "deliver", "wait", "crash_context", "crash_generation")
 
 
 @pytest.mark.parametrize("double", [False, True])

@@ -115,11 +115,11 @@ def test_the_second_part_is_asked_for_while_the_first_is_copied(rig: Rig) -> Non
     into = buffers(20)
     running = get(rig, 20, into)
     first, second = rig.agent.next(), None
-    assert isinstance(first, wire.Locate) and len(first.keys) == 8
-    rig.reply(first, [Outcome.OK] * 8, [rig.near(i) for i in range(8)])
+    assert isinstance(first, wire.Locate) and len(first.keys) == 16
+    rig.reply(first, [Outcome.OK] * 16, [rig.near(i) for i in range(16)])
     second = rig.agent.next()
-    assert isinstance(second, wire.Locate) and len(second.keys) == 12
-    rig.reply(second, [Outcome.OK] * 12, [rig.near(i) for i in range(8, 20)])
+    assert isinstance(second, wire.Locate) and len(second.keys) == 4
+    rig.reply(second, [Outcome.OK] * 4, [rig.near(i) for i in range(16, 20)])
     assert running.done() == 20 and into == [block(i) for i in range(20)]
     assert rig.access.totals() == {"blocks_read_mapped": 20, "blocks_read": 20, "blocks_not_read": 0}
     assert rig.agent.link.activity.snapshot().got_from[rig.near(0).endpoint].blocks == 20
@@ -240,12 +240,12 @@ def test_after_a_holder_did_not_take_blocks_puts_pause(rig: Rig) -> None:
 
 
 def test_a_late_reservation_is_given_back(rig: Rig) -> None:
-    running = put(rig, 10, seconds=0.05)
+    running = put(rig, 20, seconds=0.05)
     request = rig.agent.next()
     assert isinstance(request, wire.Reserve)
     settle = rig.agent.next()
     assert isinstance(settle, wire.Settle)
-    assert (settle.reservation, settle.unfilled) == (request.call, [key(i) for i in range(8)])
+    assert (settle.reservation, settle.unfilled) == (request.call, [key(i) for i in range(16)])
     assert running.done() == 0 and rig.access.totals()["calls_late"] == 1
 
 

@@ -177,7 +177,6 @@ def test_router_arguments_come_from_the_map_then_from_the_engine_keys() -> None:
 @pytest.mark.parametrize(
     ("router", "message"),
     [
-        ({"type": "conversation"}, "not in this build"),
         ({"type": "magic"}, "Unsupported router type: magic"),
         ({"type": 7}, "Unsupported router type: 7"),
     ],
@@ -188,8 +187,8 @@ def test_router_types_that_are_not_supported_name_those_that_are(router: dict[st
 
 
 def test_unknown_router_arguments_are_warned_of() -> None:
-    config = parse_config({"context_servers": {**CTX, "router": {"match_threshold": 0.5}}})
-    assert config.warnings == ("context_servers.router.match_threshold: has no effect in this build",)
+    config = parse_config({"context_servers": {**CTX, "router": {"surprise": 0.5}}})
+    assert config.warnings == ("context_servers.router.surprise: has no effect in this build",)
 
 
 def test_the_cluster_block() -> None:
@@ -240,12 +239,27 @@ def test_closed_blocks_name_what_is_wrong(block: Any, path: str) -> None:
         ({"node_id": 256}, "node_id"),
         ({"node_id": -1}, "node_id"),
         ({"max_retries": -1}, "max_retries"),
-        ({"schedule_style": "generation_first"}, "schedule_style"),
         ({"schedule_style": "sideways"}, "schedule_style"),
         ({"allow_request_chat_template": "yes"}, "allow_request_chat_template"),
         ({"num_workers": 2}, "num_workers"),
         ({"disagg_coordinator_url": "http://x:1"}, "disagg_coordinator_url"),
-        ({"internal_request_auth_key": "k"}, "internal_request_auth_key"),
+        ({"internal_request_auth_key": ""}, "internal_request_auth_key"),
+        ({"internal_request_auth_key": 7}, "internal_request_auth_key"),
+        ({"cors_allow_origins": "*"}, "cors_allow_origins"),
+        ({"api_keys_file": 7}, "api_keys_file"),
+        ({"admission": {"saturation": 0}}, "admission.saturation"),
+        ({"admission": {"max_queue": 0}}, "admission.max_queue"),
+        (
+            {"conditional_disagg_config": {"max_local_prefill": 0}, **BOTH},
+            "conditional_disagg_config.max_local_prefill",
+        ),
+        (
+            {
+                "conditional_disagg_config": {},
+                "generation_servers": {**GEN, "router": {"type": "round_robin"}},
+            },
+            "conditional_disagg_config",
+        ),
         ({"context_servers": []}, "context_servers"),
         ({"context_servers": {"urls": "a:1"}}, "context_servers.urls"),
         ({"context_servers": {"router": {"load_weight": -1}}}, "context_servers.router.load_weight"),
@@ -277,7 +291,6 @@ def test_all_problems_are_told_at_once() -> None:
 
 def test_what_is_not_built_is_never_silent() -> None:
     document = {
-        "conditional_disagg_config": {"max_local_prefill_length": 1},
         "otlp_config": {"otlp_traces_endpoint": "x"},
         "return_perf_metrics": True,
         "perf_metrics_max_requests": 5,
@@ -293,8 +306,23 @@ def test_what_is_not_built_is_never_silent() -> None:
 
 
 def test_the_command_line_wins() -> None:
-    assert "schedule_style" in problems_of({"schedule_style": "context_first"}, schedule_style="generation_first")
-    parse_config({"schedule_style": "generation_first"}, {"schedule_style": "context_first"})
+    for file, line in (("context_first", "generation_first"), ("generation_first", "context_first")):
+        assert parse_config({"schedule_style": file}, {"schedule_style": line}).schedule_style == line
+
+
+def test_context_workers_that_may_have_events_are_chosen_by_time_unless_said_otherwise() -> None:
+    named = {"model": "m", "context_servers": CTX, "generation_servers": GEN}
+    config = parse_config(named)
+    assert (config.context.router.type, config.generation.router.type) == ("least_time", "round_robin")
+    assert parse_config({**named, "context_servers": {**CTX, "router": {}}}).context.router.type == "round_robin"
+    assert parse_config(BOTH).context.router.type == "round_robin"  # no tokenizer to read prompts with
+    without_reuse = {**named, "kv_cache_config": {"enable_block_reuse": False}}
+    assert parse_config(without_reuse).context.router.type == "round_robin"
+
+
+def test_conditional_prefill_needs_to_know_the_generation_workers_caches() -> None:
+    config = parse_config({"conditional_disagg_config": {"max_local_prefill_length": 100}, **BOTH})
+    assert config.max_local_prefill_length == 100 and config.generation.router.type == "kv_cache_aware"
 
 
 def test_a_router_without_workers_is_refused() -> None:
@@ -320,6 +348,6 @@ def test_the_shipped_file_loads_and_names_every_key() -> None:
     assert not config.warnings
     require_workers(config)
     text = shipped.read_text()
-    fields = [field.name for field in dataclasses.fields(config_module.RouterConfig)]
+    fields = [*config_module.ROUTER_KEYS, *(field.name for field in dataclasses.fields(config_module.AdmissionConfig))]
     missing = [key for key in [*config_module._KNOWN, *fields] if key not in text]
     assert sorted(missing) == ["env_overrides", "telemetry_config"]

@@ -22,8 +22,8 @@ def test_match_counts_leading_blocks_only() -> None:
     index.apply(first, snapshot(first, *KEYS[:5]))
     index.apply(second, snapshot(second, KEYS[0], KEYS[1], KEYS[3]))
     index.apply(third, snapshot(third, KEYS[1]))
-    assert index.match(KEYS[:4]) == {first.bit: 4, second.bit: 2}
-    assert index.match(KEYS[1:3]) == {first.bit: 2, second.bit: 1, third.bit: 1}
+    assert index.match(KEYS[:4]) == {first.slot: 4, second.slot: 2}
+    assert index.match(KEYS[1:3]) == {first.slot: 2, second.slot: 1, third.slot: 1}
     assert index.match(KEYS[8:]) == index.match([]) == {}
 
 
@@ -33,7 +33,7 @@ def test_an_old_incarnation_changes_nothing() -> None:
     old = index.attach("A")
     for seq in range(10):
         index.apply(old, KvEventBatch("A", seq, [KvEvent(cleared=seq == 0, stored=[KEYS[seq]])]))
-    assert index.match(KEYS[:10]) == {old.bit: 10}
+    assert index.match(KEYS[:10]) == {old.slot: 10}
     index.detach(old)
     new = index.attach("B")
     assert index.match(KEYS[:10]) == {} and len(index) == 0
@@ -42,7 +42,7 @@ def test_an_old_incarnation_changes_nothing() -> None:
     with pytest.raises(StaleBatch):
         index.apply(new, KvEventBatch("A", 0, [KvEvent(cleared=True, stored=[KEYS[10]])]))
     index.apply(new, snapshot(new, KEYS[11]))
-    assert index.match([KEYS[10]]) == {} and index.match([KEYS[11]]) == {new.bit: 1}
+    assert index.match([KEYS[10]]) == {} and index.match([KEYS[11]]) == {new.slot: 1}
     index.add(old, KEYS)
     assert len(index) == 1 and len(new.keys) == 1
 
@@ -57,7 +57,7 @@ def test_detaching_releases_everything() -> None:
     assert len(index) == len(KEYS) and not first.keys
     index.detach(second)
     assert len(index) == 0
-    assert index.attach("c").bit == 1
+    assert index.attach("c").slot == 0
 
 
 @pytest.mark.parametrize("seq", [0, 1, 3])
@@ -119,5 +119,5 @@ def test_any_history_leaves_what_the_workers_hold(
     for worker, keys in zip(blocks, held, strict=True):
         depth = next((place for place, key in enumerate(prompt) if key not in keys), len(prompt))
         if depth:
-            expected[worker.bit] = depth
+            expected[worker.slot] = depth
     assert index.match(prompt) == expected

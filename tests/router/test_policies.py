@@ -108,8 +108,8 @@ async def test_routed_blocks_count_until_the_worker_says_otherwise() -> None:
     two = await workers(2)
     hold(index, two[0], 0)
     policy, need = kv_aware(index), Need(64, KEYS[:2])
-    policy.routed(two[0], need)
-    policy.routed(two[1], need)  # tells no events: nothing would ever take its blocks back
+    policy.served(two[0], need, None)
+    policy.served(two[1], need, None)  # tells no events: nothing would ever take its blocks back
     assert policy.predicted_blocks(two[0], Need(64, KEYS[:2])) == 2
     assert policy.predicted_blocks(two[1], Need(64, KEYS[:2])) == 0
     assert two[0].blocks is not None

@@ -1,4 +1,4 @@
-"""Two engine loops joined for generation_first as their HTTP processes join them, with every message in the test's hand."""
+"""Two engine loops joined for generation_first as their HTTP processes join them; the test may touch every message."""
 
 from __future__ import annotations
 
@@ -55,18 +55,9 @@ class AheadPair:
             return
         request_id = self.requests.get(message.handoff_id)
         if request_id is not None:
+            fields = {name: getattr(message, name) for name in Arrival.__struct_fields__ if name != "request_id"}
             for _ in range(2 if self.double(message) else 1):
-                self.generation.inbox.put(
-                    Arrival(
-                        request_id,
-                        message.first,
-                        message.block_ids,
-                        message.generations,
-                        message.handle,
-                        message.done,
-                        message.error,
-                    )  # fmt: skip
-                )
+                self.generation.inbox.put(Arrival(request_id, **fields))
 
     def _from_generation(self, message: FromEngine) -> None:
         self.seen.append(message)

@@ -292,8 +292,10 @@ def check(count: int, seed: int) -> tuple[dict[str, list[str]], int]:
         ways["chunked"] = aggregated(jobs, worker, 24)
     with GoldenWorker("reuse", num_blocks=150) as worker:
         ways["reuse"] = aggregated(jobs, worker, 6)
-    with GoldenWorker("preempted", num_blocks=40, capacity_policy="MAX_UTILIZATION") as worker:
-        ways["preempted"] = aggregated(jobs, worker, 24)
+    pressed: dict[str, Any] = {"num_blocks": 40, "max_batch_size": 32, "capacity_policy": "MAX_UTILIZATION"}
+    with GoldenWorker("preempted", **pressed) as worker:
+        ways["preempted"] = aggregated(jobs, worker, 40)
+        assert count < 40 or worker.loop.scheduler.preemptions, "the pool is too large for this to test anything"
     with GoldenWorker("context") as context, GoldenWorker("generation") as generation:
         ways["hand-off"] = disaggregated(jobs, context, generation, 12)
     with GoldenWorker("context") as context, GoldenWorker("unreached", transfers=()) as generation:

@@ -114,7 +114,7 @@ async def test_local_ids_without_a_routers_id() -> None:
         ({"request_type": "generation_only"}, "request_type"),
         (context_only(disagg_request_id=5), "disagg_request_id"),
         (context_only(disagg_request_id=2**63), "disagg_request_id"),
-        (context_only(schedule_style=1), "schedule_style"),
+        (context_only(schedule_style=1, disagg_request_id=None), "disagg_request_id"),
     ],
 )
 async def test_refusals(params: dict[str, Any], param: str) -> None:

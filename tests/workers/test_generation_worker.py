@@ -149,14 +149,40 @@ async def test_handles_that_do_not_fit(
     assert not engine.submitted
 
 
-async def test_bad_usage_and_schedule_are_named() -> None:
+async def test_bad_usage_is_named() -> None:
     engine = FakeEngine(script(ids("x")))
     async with client_of(make_app(engine, "generation")) as client:
-        for name, value in (("ctx_usage", {"prompt_tokens": "x"}), ("schedule_style", 1)):
-            params = {"request_type": "generation_only", "encoded_opaque_state": handle().encode(), name: value}
-            response = await client.post("/v1/completions", json=completion([5], disaggregated_params=params))
-            assert response.status_code == 400
-            assert response.json()["error"]["param"] == f"disaggregated_params.{name}"
+        params = {"encoded_opaque_state": handle().encode(), "ctx_usage": {"prompt_tokens": "x"}}
+        params |= {"request_type": "generation_only"}
+        response = await client.post("/v1/completions", json=completion([5], disaggregated_params=params))
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == "disaggregated_params.ctx_usage"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"ctx_info_endpoint": "h:1"}, "ctx_request_id"),
+        ({"ctx_request_id": ID}, "ctx_info_endpoint"),
+        ({"ctx_request_id": ID, "ctx_info_endpoint": "h"}, "ctx_info_endpoint"),
+    ],
+)
+async def test_what_generation_first_needs(fields: dict[str, Any], param: str) -> None:
+    engine = FakeEngine(script(ids("x")))
+    params = {"request_type": "generation_only", "schedule_style": 1} | fields
+    async with client_of(make_app(engine, "generation")) as client:
+        response = await client.post("/v1/completions", json=completion([5], disaggregated_params=params))
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == f"disaggregated_params.{param}"
+
+
+async def test_generation_first_awaits_the_hand_off() -> None:
+    engine = FakeEngine(script([*ids("Hi"), EOS]))
+    params = {"request_type": "generation_only", "schedule_style": 1, "ctx_request_id": ID, "ctx_info_endpoint": "h:1"}
+    async with client_of(make_app(engine, "generation")) as client:
+        response = await client.post("/v1/completions", json=completion([5], disaggregated_params=params))
+    assert response.status_code == 200
+    assert (engine.submitted[0].awaits, engine.submitted[0].source) == (ID, "h:1")
 
 
 async def test_without_a_handle_it_is_computed_here() -> None:

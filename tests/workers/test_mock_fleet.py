@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import yaml
 from http_worker import TINY, completion, until
 
 from engine.config import EngineConfig
@@ -119,3 +121,10 @@ def test_the_backend_and_its_profile_are_settings() -> None:
     assert settings.engine.mock is not None and settings.engine.mock.times.speed == 2.0
     with pytest.raises(SettingsError, match="mock profile"):
         load_settings("m", flags={"mock_config": {"speed": 1}})
+
+
+def test_the_profile_in_the_documentation_is_one() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "scheduling.md").read_text()
+    block = text.split("```yaml\n")[1].split("```")[0]
+    profile = mock_profile(yaml.safe_load(block), "docs")
+    assert profile.faults.die_at_token == 100 and profile.answers and profile.times.prefill_a == 1.2e-10
