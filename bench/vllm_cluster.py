@@ -120,7 +120,7 @@ def command(home: Path, server: Server) -> list[str]:
     events = {
         "enable_kv_cache_events": True,
         "publisher": "zmq",
-        "endpoint": f"tcp://127.0.0.1:{server.events_port}",
+        "endpoint": f"tcp://*:{server.events_port}",  # vLLM binds only what has a star; else it would connect
         "topic": "kv",
     }
     # fmt: off

@@ -6,19 +6,17 @@ process, and what the transfer threads hand back. It blocks on the inbox while t
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import queue
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
 
 from engine.blocks import BlockPool
 from engine.config import EngineConfig
 from engine.delays import Delays
 from engine.drawing import Drawn, draw
 from engine.exchange import Exchange, PutDone, Settled
-from engine.guided import GuideCompiled, GuideCompiler, GuideError
+from engine.guided import GuideCompiled, GuideError
 from engine.landings import Landings
 from engine.messages import (
     Abort,
@@ -35,39 +33,24 @@ from engine.messages import (
     ToEngine,
     UnfollowHandoff,
 )
+from engine.model_port import Model
 from engine.offers import Offers, Pages
 from engine.outbox import Outbox
 from engine.outputs import output_of, start_of
 from engine.readers import Readers
+from engine.reception import Reception
 from engine.rules import rules_of
 from engine.scheduler import Scheduler
-from engine.sequence import Capacity, Choice, ModelFacts, Phase, Request, open_request, sampled_of
+from engine.sequence import Capacity, Choice, Phase, Request, sampled_of
 from engine.statistics import Statistics
-from engine.step import Chunk, Sampled, SampleSpec
+from engine.step import Sampled
 from engine.transfers import FetchJob, FetchJobs
-from kvstore.errors import HandoffRefused, InternalError, InvalidRequest, ServingError
+from kvstore.errors import HandoffRefused, InternalError, ServingError
 from kvstore.transceivers.base import BlockStore, Transceiver
 
 log = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT = 5.0
-
-
-class Runner(Protocol):
-    def run(self, chunks: Sequence[Chunk]) -> Any:
-        """Logits [rows, vocabulary] of the chunks that want them, in order."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Model:
-    """The model layer as the loop uses it."""
-
-    facts: ModelFacts
-    runner: Runner
-    sample: Callable[[Any, Sequence[SampleSpec]], list[Sampled]]
-    copy_block: Callable[[int, int], None]  # from, to
-    guides: GuideCompiler | None = None  # None: no guided decoding
-    gpu_memory: Callable[[], int] = lambda: 0  # bytes of device memory in use
 
 
 class PoolStateChanged:
@@ -140,7 +123,11 @@ class EngineLoop:
             self.scheduler, self.exchange, model.facts, config.fetch_timeout, self._say,
             self._start, self._fail, self._restart,
         )  # fmt: skip
-        self._requests: dict[str, Request] = {}
+        self.reception = Reception(
+            self.scheduler, self.exchange, self.offers, self.readers, model.facts, self.capacity, model.guides,
+            inbox.put, self._say, self._fail, clock,
+        )  # fmt: skip
+        self._requests = self.reception.requests
         self._ended = False
 
     def __repr__(self) -> str:
@@ -156,8 +143,7 @@ class EngineLoop:
     def close(self) -> None:
         """End the threads, with a limit."""
         self.exchange.close(_CLOSE_TIMEOUT)
-        if self._model.guides is not None:
-            self._model.guides.close(_CLOSE_TIMEOUT)
+        self.reception.close(_CLOSE_TIMEOUT)
 
     def turn(self) -> None:
         """One step, or one wait if there is nothing to compute; then everything that has come in meanwhile."""
@@ -316,7 +302,7 @@ class EngineLoop:
     def _handle(self, item: InboxItem) -> None:
         match item:
             case Submit():
-                self._submit(item)
+                self.reception.submit(item)
             case Abort():
                 if (request := self._requests.get(item.request_id)) is not None:
                     self._drop(request)
@@ -338,7 +324,7 @@ class EngineLoop:
             case Settled():
                 self.exchange.settled(item)
             case GuideCompiled():
-                self._compiled(item)
+                self.reception.compiled(item)
             case SnapshotEvents():
                 self._outbox.say_events(self._blocks.drain_events())
                 self._say(Events([self._blocks.snapshot()], snapshot_id=item.snapshot_id))
@@ -348,53 +334,6 @@ class EngineLoop:
                 self._ended = True
             case PoolStateChanged():
                 pass  # Stats carries it, after this turn
-
-    def _submit(self, submit: Submit) -> None:
-        if submit.request_id in self._requests:
-            log.error("request id %s is in use; the second request is ignored", submit.request_id)
-            return
-        try:
-            if submit.handoff_id is not None and self._is_handoff_in_use(submit.handoff_id):
-                raise InvalidRequest(f"disagg_request_id: {submit.handoff_id} is in use", param="disaggregated_params")
-            request = open_request(submit, self._clock(), self._model.facts, self.capacity)
-        except ServingError as error:
-            self._say(Failed(submit.request_id, error.code, error.message, error.param))
-            return
-        self._requests[request.id] = request
-        self.exchange.accept(request)
-        guided = request.sampling.guided
-        if guided is None:
-            self._enqueue(request)
-            return
-        request.phase = Phase.COMPILING
-        if self._model.guides is None:
-            self._refuse_guided(request, "this worker has no guided_decoding_backend")
-        else:
-            self._model.guides.compile(request.id, guided, self._inbox.put)
-
-    def _compiled(self, result: GuideCompiled) -> None:
-        assert self._model.guides is not None
-        self._model.guides.keep(result)
-        request = self._requests.get(result.request_id)
-        if request is None or request.phase is not Phase.COMPILING or request.sampling.guided != result.wanted:
-            return  # aborted meanwhile
-        request.grammar = result.grammar
-        if result.grammar is None:
-            self._refuse_guided(request, result.error)
-        else:
-            self._enqueue(request)
-
-    def _enqueue(self, request: Request) -> None:
-        if not self.readers.hold(request):
-            self.scheduler.add(request)
-
-    def _refuse_guided(self, request: Request, reason: str) -> None:
-        self._fail(request, InvalidRequest(f"response_format: {reason}", param="response_format"))
-
-    def _is_handoff_in_use(self, handoff_id: int) -> bool:
-        return handoff_id in self.offers.table or any(
-            request.handoff_id == handoff_id for request in self._requests.values()
-        )
 
     def _release(self, message: ReleaseHandoff) -> None:
         """A release may overtake the offer: then the prefill is of no use to anybody."""
@@ -454,9 +393,7 @@ class EngineLoop:
             self._wait_for_item(left)
 
     def _is_due(self, stage: str) -> bool:
-        if stage == "prefill_chunk":
-            return self.scheduler.prefilling
-        return self.scheduler.busy
+        return self.scheduler.prefilling if stage == "prefill_chunk" else self.scheduler.busy
 
     def _flush(self, pausing: bool) -> None:
         self._outbox.flush(self.scheduler, self.offers, self._store, pausing, self._statistics)

@@ -304,15 +304,5 @@ class Fatal(msgspec.Struct, tag="fatal", omit_defaults=True):
 
 
 FromEngine = (
-    Ready
-    | Loading
-    | Output
-    | Failed
-    | HandoffFetched
-    | HandoffProgress
-    | HandoffWanted
-    | Stats
-    | Events
-    | Feed
-    | Fatal
+    Ready | Loading | Output | Failed | HandoffFetched | HandoffProgress | HandoffWanted | Stats | Events | Feed | Fatal
 )

@@ -22,10 +22,11 @@ from engine.cache_events import HASH_ALGO
 from engine.client import EngineClient
 from engine.config import EngineConfig
 from engine.host_tier import HostTier
-from engine.loop import EngineLoop, InboxItem, Model
+from engine.loop import EngineLoop, InboxItem
 from engine.messages import Events, FromEngine, Output, Ready, Shutdown, ToEngine
 from engine.mock_clock import Clock, RealClock, Timer
 from engine.mock_profile import Faults, MockProfile, Script
+from engine.model_port import Model
 from engine.sequence import ModelFacts, Request
 from engine.step import Chunk, Sampled, SampleSpec
 from engine.transfers import FetchJob

@@ -30,8 +30,9 @@ from engine.config import EngineConfig
 from engine.guided import GuideCompiler, backend_named
 from engine.host_tier import host_buffer
 from engine.kv_capacity import KvCapacity
-from engine.loop import ChannelClosed, EngineLoop, InboxItem, Model, PoolStateChanged
+from engine.loop import ChannelClosed, EngineLoop, InboxItem, PoolStateChanged
 from engine.messages import Fatal, FromEngine, Loading, Ready, Shutdown, ToEngine
+from engine.model_port import Model
 from engine.ranks import Ranks
 from engine.sequence import ModelFacts
 from engine.step import Chunk

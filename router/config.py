@@ -44,7 +44,6 @@ class RouterConfig:
     use_token_ids: bool = False  # conversation: compare token ids and not text
     hash_skip_count: int = 0  # conversation: blocks at the start that are the same for all
     max_sessions: int = 100_000  # conversation: the least recently used ones are forgotten
-    implied: bool = False  # the type was not given
     pool: bool = False  # the workers have a pool in common
 
 
@@ -121,7 +120,7 @@ _KNOWN = frozenset(
     [field.name for field in dataclasses.fields(DisaggConfig) if field.name not in _ELSEWHERE]
     + [*_BLOCKS, "num_workers", "env_overrides", "telemetry_config", *_NOT_BUILT_FATAL, *_NOT_BUILT_HARMLESS]
 )
-ROUTER_KEYS = tuple(field.name for field in dataclasses.fields(RouterConfig) if field.name not in ("implied", "pool"))
+ROUTER_KEYS = tuple(field.name for field in dataclasses.fields(RouterConfig) if field.name != "pool")
 
 
 def load_config(path: str, overrides: Mapping[str, Any] | None = None) -> DisaggConfig:
@@ -315,7 +314,6 @@ def _router(block: Reader, engine: Mapping[str, Any], conditional: bool) -> Rout
         use_token_ids=router.boolean("use_token_ids", RouterConfig.use_token_ids),
         hash_skip_count=router.integer("hash_skip_count", RouterConfig.hash_skip_count, low=0),
         max_sessions=router.integer("max_sessions", RouterConfig.max_sessions, low=1),
-        implied=implied,
         pool=isinstance(engine.get("kv_connector_config"), dict),
     )
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from msgspec import Raw
 
 from kvstore.errors import InvalidRequest, UpstreamFailed
+from kvstore.protocol import RequestType, ScheduleStyle
 from router.bodies import error_body, is_openai_error, worker_message
 from router.cluster import Cluster
 from router.front_door import JSON, ClientRequest
@@ -111,6 +113,32 @@ async def post_leg(cluster: Cluster, leg: LegMetrics, worker: Worker, request: S
         cluster.suspect(worker, "answers 503", unreachable=False)
     cluster.failed(worker, f"answered {answer.status}")
     raise LegFailed(worker, leg, f"answered {answer.status}", answer)
+
+
+def follow_params(context: Worker, handoff_id: int) -> dict[str, Any] | None:
+    """`disaggregated_params` of a generation leg beside the context leg; None if there is nothing to follow it by."""
+    told = context.info.disaggregated_params
+    endpoint = told.get("ctx_info_endpoint")
+    if isinstance(endpoint, list):
+        endpoint = endpoint[0] if endpoint else None
+    if not isinstance(endpoint, str) or not endpoint:
+        return None
+    params = {
+        "request_type": RequestType.GENERATION_ONLY,
+        "ctx_request_id": handoff_id,
+        "disagg_request_id": handoff_id,
+        "schedule_style": int(ScheduleStyle.GENERATION_FIRST),
+        "ctx_info_endpoint": endpoint,
+    }
+    if told.get("ctx_dp_rank") is not None:
+        params["ctx_dp_rank"] = told["ctx_dp_rank"]
+    return params
+
+
+def first_cause(failures: BaseExceptionGroup[BaseException]) -> BaseException:
+    """Of both legs' failures the one that came first."""
+    first = failures.exceptions[0]
+    return first_cause(first) if isinstance(first, BaseExceptionGroup) else first
 
 
 def timing_line(client: ClientRequest, context: Answer | None, generation: Answer | None) -> bytes:

@@ -12,20 +12,28 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from typing import Any
 
 import msgspec
 
 from kvstore.errors import DeadlineExceeded, InvalidRequest, ModelNotFound, ServingError
 from kvstore.handoff_auth import AUTH_HEADER, handoff_signature
-from kvstore.protocol import RELEASE_PATH, RequestType, ScheduleStyle
+from kvstore.protocol import RELEASE_PATH, ScheduleStyle
 from router.access import ApiKeys, Origins
 from router.bodies import BadContextAnswer, ClientBody, ContextAnswer
 from router.cluster import Cluster
 from router.front_door import JSON, ClientRequest
 from router.http_client import Answer, ExchangeFailed
 from router.ids import RequestIds
-from router.legs import EVENT_STREAM, LegFailed, LegRefused, leg_request, post_leg, timing_line
+from router.legs import (
+    EVENT_STREAM,
+    LegFailed,
+    LegRefused,
+    first_cause,
+    follow_params,
+    leg_request,
+    post_leg,
+    timing_line,
+)
 from router.metrics import RouterMetrics
 from router.policy import Need, PrefixAware
 from router.prompt_tokens import NotReadable, PromptTokens, conversation_of, prompt_text
@@ -269,7 +277,7 @@ class Orchestrator:
         """
         cluster = self.cluster
         try:
-            params = _follow_params(context, handoff_id)
+            params = follow_params(context, handoff_id)
             if params is None:
                 raise LegFailed(context, self.metrics.ctx, "offers no endpoint to follow (generation_first)")
             generation = cluster.pick_generation(context, need, excluded)
@@ -287,7 +295,7 @@ class Orchestrator:
                 prefill.add_done_callback(lambda _: cluster.release(context, need))
                 await self._relay(client, generation, request, context.leg_head, None)
         except BaseExceptionGroup as failures:
-            raise _cause(failures) from None
+            raise first_cause(failures) from None
         finally:
             cluster.release(generation, need)
 
@@ -369,32 +377,6 @@ class Orchestrator:
         self.metrics.handoffs_released += 1
         if answer.status == 404:
             context.releases = False
-
-
-def _follow_params(context: Worker, handoff_id: int) -> dict[str, Any] | None:
-    """`disaggregated_params` of a generation leg beside the context leg; None if there is nothing to follow it by."""
-    told = context.info.disaggregated_params
-    endpoint = told.get("ctx_info_endpoint")
-    if isinstance(endpoint, list):
-        endpoint = endpoint[0] if endpoint else None
-    if not isinstance(endpoint, str) or not endpoint:
-        return None
-    params = {
-        "request_type": RequestType.GENERATION_ONLY,
-        "ctx_request_id": handoff_id,
-        "disagg_request_id": handoff_id,
-        "schedule_style": int(ScheduleStyle.GENERATION_FIRST),
-        "ctx_info_endpoint": endpoint,
-    }
-    if told.get("ctx_dp_rank") is not None:
-        params["ctx_dp_rank"] = told["ctx_dp_rank"]
-    return params
-
-
-def _cause(failures: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Of both legs' failures the one that came first."""
-    first = failures.exceptions[0]
-    return _cause(first) if isinstance(first, BaseExceptionGroup) else first
 
 
 def holds_pages(context: Worker, error: BaseException) -> bool:

@@ -87,14 +87,15 @@ async def explain_request(router: Router, body: ClientBody) -> dict[str, Any]:
 
 def _choice(policy: Policy, candidates: Sequence[Worker], need: Need) -> dict[str, Any]:
     """Ties go to the first one here, and to the least recently used in earnest."""
-    scores = policy.scores(candidates, need)
+    judged = sorted(
+        zip(candidates, policy.scores(candidates, need), strict=True), key=lambda pair: pair[1]["score"], reverse=True
+    )
     rows = [
         {
             "worker": worker.address,
             "matched_tokens": int(score.get("matched_blocks", 0)) * need.block_size,
             **score,
         }
-        for worker, score in zip(candidates, scores, strict=True)
+        for worker, score in judged
     ]
-    rows.sort(key=lambda row: -float(row["score"]))
     return {"policy": policy.name, "candidates": rows}

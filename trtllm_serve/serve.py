@@ -58,7 +58,7 @@ def _no_effect(*names: str, **options: Any) -> Callable[[Command], Command]:
     type=float,
     help="Part of the free device memory that becomes KV cache.",
 )
-@click.option("--kv_cache_dtype", help="Only auto.")
+@click.option("--kv_cache_dtype", help="auto, or fp8 on a GPU.")
 @click.option("--cpu_threads", type=int, help="Threads of the engine on a CPU; 0 = all cores.")
 @click.option("--tensor_parallel_size", "--tp_size", type=int, help="Ranks that share the model. [default: 1]")
 @click.option("--pipeline_parallel_size", "--pp_size", type=int, help="Only 1.")

@@ -125,6 +125,7 @@ ENGINE: dict[str, tuple[str, Parser]] = {
     "fetch_timeout": ("fetch_timeout", seconds),
     "fault_injection": ("fault_injection", boolean),
     "kv_cache_config.tokens_per_block": ("tokens_per_block", positive),
+    "kv_cache_config.dtype": ("kv_cache_dtype", one_of("auto", "fp8")),
     "kv_cache_config.max_tokens": ("max_tokens", positive),
     "kv_cache_config.free_gpu_memory_fraction": ("free_gpu_memory_fraction", fraction),
     "kv_cache_config.enable_block_reuse": ("enable_block_reuse", boolean),
@@ -147,8 +148,8 @@ ENGINE: dict[str, tuple[str, Parser]] = {
     "cache_transceiver_config.kv_transfer_poll_interval_ms": ("transfer_poll_interval", milliseconds),
     "cache_transceiver_config.max_tokens_in_buffer": ("max_tokens_in_buffer", positive),
 }
-"""Key to (field of EngineConfig, parser). Keys that are not TensorRT-LLM's: cpu_threads, weight_dtype, on_handoff_failure,
-fetch_timeout, fault_injection, mock_config."""
+"""Key to (field of EngineConfig, parser). Keys that are not TensorRT-LLM's: cpu_threads, weight_dtype,
+on_handoff_failure, fetch_timeout, fault_injection, mock_config."""
 
 STORE: dict[str, Parser] = {
     "pool": text,
@@ -176,7 +177,6 @@ CHECKED: dict[str, Parser] = {
     "context_parallel_size": only(1, "models are divided by tensor_parallel_size alone"),
     "moe_expert_parallel_size": only(1, "models are divided by tensor_parallel_size alone"),
     "max_beam_width": only(1, "there is no beam search"),
-    "kv_cache_config.dtype": only("auto", "blocks have the model's data type"),
     "kv_connector_config.connector": one_of("mooncake-store"),
     "speculative_config": only(None, "there is no speculative decoding"),
     "lora_config": only(None, "there are no adapters"),
@@ -185,7 +185,7 @@ CHECKED: dict[str, Parser] = {
 
 BLOCKS: dict[str, frozenset[str]] = {
     "kv_cache_config": frozenset({
-        "dtype", "copy_on_partial_reuse", "disk_cache_size",
+        "copy_on_partial_reuse", "disk_cache_size",
         "disk_cache_path", "attention_dp_events_gather_period_ms",
         "kv_cache_event_hash_algo", "kv_events_config", "use_kv_cache_manager_v2", "block_reuse_config",
         "max_attention_window", "max_util_for_resume", "secondary_offload_min_priority", "pool_ratio",
@@ -207,7 +207,7 @@ BLOCKS: dict[str, frozenset[str]] = {
 """Closed blocks, with their further keys: an unknown key there is an error."""
 
 EFFECTIVE_IN_BLOCKS = frozenset({
-    "kv_cache_config.dtype", "cache_transceiver_config.backend", "kv_connector_config.connector",
+    "cache_transceiver_config.backend", "kv_connector_config.connector",
     "kv_connector_config.mooncake_store", "disagg_cluster.minimal_instances", "disagg_cluster.inactive_interval_sec",
 })  # fmt: skip
 

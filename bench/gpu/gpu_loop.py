@@ -19,8 +19,9 @@ from engine.blocks import BlockPool
 from engine.config import EngineConfig
 from engine.cuda_runner import CudaRunner
 from engine.kv_pool import KvPool
-from engine.loop import EngineLoop, Model
+from engine.loop import EngineLoop
 from engine.messages import Output, SamplingParams, Shutdown, Submit
+from engine.model_port import Model
 from engine.models.llama_cuda import LlamaCuda
 from engine.sampler_cuda import Draws
 from engine.sequence import ModelFacts

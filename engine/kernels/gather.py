@@ -11,7 +11,7 @@ _WORDS = 8192  # of 8 bytes, a program
 
 
 @triton.jit
-def _gather_kernel(source, ids, target, blocks, width, WORDS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _gather_kernel(source, ids, target, blocks, width, WORDS: tl.constexpr):
     row = tl.program_id(0)
     offsets = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
     inside = offsets < width

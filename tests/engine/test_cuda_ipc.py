@@ -35,7 +35,7 @@ def test_the_gather_moves_whole_blocks() -> None:
 
 
 def test_a_descriptor_cannot_run_code() -> None:
-    with pytest.raises(pickle.UnpicklingError, match="posix.system"):
+    with pytest.raises(pickle.UnpicklingError, match=r"posix\.system"):
         opened(pickle.dumps(os.system))
 
 

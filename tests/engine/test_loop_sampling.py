@@ -242,9 +242,7 @@ def test_what_does_not_compile_is_refused_before_it_is_queued(worker: GoldenWork
 
 def test_a_worker_without_a_backend_refuses(worker: GoldenWorker) -> None:
     """C051: never prose instead."""
-    worker.loop._model = type(worker.loop._model)(
-        worker.loop._model.facts, worker.loop._model.runner, worker.loop._model.sample, worker.loop._model.copy_block
-    )
+    worker.loop.reception.guides = None
     failed = failure(worker, Submit("r", PROMPT, params(guided=ONE_TOKEN)))
     assert (failed.code, failed.param) == ("invalid_request_error", "response_format")
 
@@ -266,8 +264,7 @@ class Held(GuideCompiler):
 
 def test_others_are_served_while_a_grammar_compiles_and_an_abort_is_heard(worker: GoldenWorker) -> None:
     held = Held()
-    model = worker.loop._model
-    worker.loop._model = type(model)(model.facts, model.runner, model.sample, model.copy_block, held)
+    worker.loop.reception.guides = held
     worker.outputs["slow"] = []
     worker._open["slow"] = 0
     worker.inbox.put(Submit("slow", PROMPT, params(guided=ONE_TOKEN)))

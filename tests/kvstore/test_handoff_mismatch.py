@@ -1,4 +1,4 @@
-"""C098, C099, C100: a pair that differs in anything that changes KV bytes is refused, with the field and both values."""
+"""C098, C099, C100: a pair that differs in anything that changes KV bytes is refused: the field and both values."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ import numpy as np
 from engine.blocks import BlockPool
 from engine.config import EngineConfig, PoolConfig
 from engine.host_tier import host_buffer
-from engine.loop import EngineLoop, InboxItem, Model
+from engine.loop import EngineLoop, InboxItem
 from engine.messages import (
     Abort,
     Events,
@@ -34,6 +34,7 @@ from engine.messages import (
     Stats,
     Submit,
 )
+from engine.model_port import Model
 from engine.sequence import ModelFacts
 from engine.step import Chunk, Sampled, SampleSpec
 from kvstore.handoff import Handle

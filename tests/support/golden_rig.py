@@ -27,8 +27,9 @@ from engine.checkpoint import Checkpoint, open_checkpoint
 from engine.config import EngineConfig
 from engine.guided import GuideCompiler, backend_named
 from engine.kv_pool import KvPool
-from engine.loop import EngineLoop, InboxItem, Model
+from engine.loop import EngineLoop, InboxItem
 from engine.messages import Failed, FromEngine, Output, Submit
+from engine.model_port import Model
 from engine.models.registry import Model as TorchModel
 from engine.runner import Runner, load_model
 from engine.sampler import sample, uniform
