@@ -26,6 +26,7 @@ from context_worker.kv_events import EventStream
 from context_worker.metrics import WorkerMetrics
 from context_worker.prefill import Prefill
 from kvstore.errors import InvalidRequest, NotReady, openai_error_body
+from kvstore.handoff_auth import AUTH_HEADER, is_signed
 from kvstore.protocol import FOLLOW_PATH, KV_EVENTS_PATH, RELEASE_PATH, SERVER_INFO_PATH, RequestType, ServerInfo
 from openai_api.endpoint import JsonEndpoint, Scope, header
 from openai_api.engine_port import Engine
@@ -48,6 +49,7 @@ class WorkerOptions:
     max_batch_size: int | None = None
     fault_injection: bool = False
     endpoint: str = ""  # host:port under which other workers reach this one
+    internal_request_auth_key: str | None = dataclasses.field(default=None, repr=False)
 
 
 class Worker:
@@ -82,6 +84,7 @@ class Worker:
     async def _serve(self, scope: Scope, job: Job, reply: Reply) -> None:
         self.drained.arrived(job.request_id, job.received)
         job.return_metrics = header(scope, b"x-trtllm-return-metrics") == "1"
+        self._check_signature(scope, job)
         asked = job.params.request_type or RequestType.CONTEXT_AND_GENERATION
         handler = self.request_types.get(asked)
         if handler is None:
@@ -96,6 +99,16 @@ class Worker:
         if asked != RequestType.CONTEXT_AND_GENERATION:
             raise InvalidRequest(f"prompt: {len(job.others) + 1} prompts; {asked} takes one", param="prompt")
         await Several(self.service, [self.service.generation(each) for each in (job, *job.others)]).answer(reply)
+
+    def _check_signature(self, scope: Scope, job: Job) -> None:
+        """Without a key anyone who reaches this port may say where a hand-off is fetched from."""
+        key, params = self.options.internal_request_auth_key, job.params
+        if key is None:
+            return
+        if not is_signed(
+            key, header(scope, AUTH_HEADER.encode()), params.ctx_info_endpoint, params.encoded_opaque_state
+        ):
+            raise InvalidRequest(f"disaggregated_params: not signed with this server's key ({AUTH_HEADER})")
 
     async def models(self, request: Request) -> Response:
         model = {"id": self.options.served_name, "object": "model", "created": self.created, "owned_by": DISTRIBUTION}

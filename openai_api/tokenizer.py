@@ -70,7 +70,8 @@ class Tokenizer:
         return cls(found.tokenizer_json, found.chat_template, {role: text for role, text in texts.items() if text})
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # Without the places of tokens in the text, which cost a fifth of the time and are of no use here.
+        ids: list[int] = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
     async def encode_async(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -78,7 +79,7 @@ class Tokenizer:
         if len(text) < _LONG_TEXT:
             return self.encode(text, add_special_tokens)
         encodings = await asyncio.to_thread(
-            self.backend.encode_batch, [text], is_pretokenized=False, add_special_tokens=add_special_tokens
+            self.backend.encode_batch_fast, [text], is_pretokenized=False, add_special_tokens=add_special_tokens
         )
         ids: list[int] = encodings[0].ids
         return ids

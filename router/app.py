@@ -22,7 +22,15 @@ from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
-from kvstore.errors import InvalidRequest, ModelNotFound, NotAuthenticated, NotReady, ServingError, SettingsError
+from kvstore.errors import (
+    InternalError,
+    InvalidRequest,
+    ModelNotFound,
+    NotAuthenticated,
+    NotReady,
+    ServingError,
+    SettingsError,
+)
 from kvstore.protocol import ServerRole
 from kvstore.registry import Backend, Membership, open_membership, parse_cluster_uri
 from kvstore.registry.http_store import HttpStore, storage_routes
@@ -31,6 +39,7 @@ from router.bodies import error_body
 from router.cluster import Cluster, record_of
 from router.config import DisaggConfig
 from router.discovery import Discovery
+from router.front_door import HOT_ROUTES
 from router.ids import RequestIds
 from router.metrics import RouterMetrics, render
 from router.orchestrate import Orchestrator
@@ -178,6 +187,8 @@ def create_app(router: Router) -> FastAPI:
                 return entry  # type: ignore[no-any-return]
         raise ModelNotFound(f"model {name[:200]!r} is not served here", param="model")
 
+    for path in HOT_ROUTES:
+        app.add_api_route(path.decode(), _hot, methods=["POST"])  # so that other methods are told which one is right
     add_tool_routes(app, router)
     if router.config.cors_allow_origins:
         app.add_middleware(
@@ -224,6 +235,10 @@ def _add_debug_routes(app: FastAPI, router: Router) -> None:
             raise InvalidRequest(f"{min(unknown)}: no such pause point; allowed: before_context, after_context")
         router.orchestrator.delays = {name: value for name, value in seconds.items() if value > 0}
         return router.orchestrator.delays
+
+
+async def _hot() -> Response:
+    raise InternalError("a request of the data path came to the application")
 
 
 async def _no_such_route(request: Request, error: Exception) -> Response:

@@ -341,11 +341,18 @@ def _cluster(top: Reader) -> ClusterConfig | None:
             parse_cluster_uri(uri)
         except SettingsError as error:
             block.problems.extend(error.problems)
-    return ClusterConfig(
+    config = ClusterConfig(
         cluster_uri=uri,
         cluster_name=block.text("cluster_name", ClusterConfig.cluster_name),
         minimal_context=minimal.integer("context_servers", ClusterConfig.minimal_context, low=0),
         minimal_generation=minimal.integer("generation_servers", ClusterConfig.minimal_generation, low=0),
-        heartbeat_interval_sec=block.integer("heartbeat_interval_sec", ClusterConfig.heartbeat_interval_sec, low=0),
+        heartbeat_interval_sec=block.integer("heartbeat_interval_sec", ClusterConfig.heartbeat_interval_sec, low=1),
         inactive_timeout_sec=block.integer("inactive_timeout_sec", ClusterConfig.inactive_timeout_sec, low=1),
     )
+    if config.inactive_timeout_sec <= config.heartbeat_interval_sec:
+        block.problem(
+            "inactive_timeout_sec",
+            f"{config.inactive_timeout_sec} must be above heartbeat_interval_sec ({config.heartbeat_interval_sec}): "
+            "workers would be taken for dead between two heartbeats",
+        )
+    return config

@@ -169,6 +169,7 @@ class ClientRequest:
 
     def respond(self, status: int, body: bytes, content_type: bytes = JSON, headers: bytes = b"") -> None:
         """A whole answer. `headers` are further lines, each with its line end."""
+        self._check_client()
         self._transport.write(
             b"%b%bcontent-type: %b\r\ncontent-length: %d\r\n%b\r\n%b"
             % (self._head(status), headers, content_type, len(body), self._connection_line(), body)
@@ -177,13 +178,19 @@ class ClientRequest:
 
     def start_stream(self, content_type: bytes, headers: bytes) -> None:
         """Everything given to `relay` from here on is the answer's body."""
+        self._check_client()
         if not self._framed:
             self.keep_alive = False
         framing = b"transfer-encoding: chunked\r\n" if self._framed else b""
         self._transport.write(
-            b"%b%bcontent-type: %b\r\n%bcache-control: no-cache\r\n%b\r\n"
+            b"%b%bcontent-type: %b\r\n%bcache-control: no-cache\r\nx-accel-buffering: no\r\n%b\r\n"
             % (self._head(200), headers, content_type, framing, self._connection_line())
         )
+
+    def _check_client(self) -> None:
+        """A failure can overtake the cancellation by which a lost client ends its request: there is no one to tell."""
+        if self.disconnected:
+            raise asyncio.CancelledError
 
     def relay(self, wire: bytes) -> None:
         self._last = wire

@@ -156,12 +156,17 @@ class BlockIndex:
         if blocks.predicted or blocks.unconfirmed:
             self._remove(blocks, [key for key in keys if key in blocks.predicted or key in blocks.unconfirmed])
 
-    def expire_predictions(self, blocks: WorkerBlocks) -> None:
-        """To be called now and then: what was predicted before the last call, and never told of, is forgotten."""
-        if blocks.unconfirmed:
-            self.expired_predictions += len(blocks.unconfirmed)
+    def expire_predictions(self, blocks: WorkerBlocks) -> int:
+        """To be called now and then: what was predicted before the last call, and never told of, is forgotten.
+
+        Returns how many blocks that were.
+        """
+        expired = len(blocks.unconfirmed)
+        if expired:
+            self.expired_predictions += expired
             self._remove(blocks, list(blocks.unconfirmed))
         blocks.unconfirmed, blocks.predicted = blocks.predicted, blocks.unconfirmed
+        return expired
 
     # ------------------------------------------------------------ lookup
 

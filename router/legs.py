@@ -141,6 +141,13 @@ def first_cause(failures: BaseExceptionGroup[BaseException]) -> BaseException:
     return first_cause(first) if isinstance(first, BaseExceptionGroup) else first
 
 
+def holds_pages(context: Worker, error: BaseException) -> bool:
+    """Whether the context worker may still hold pages for a request that `error` ended."""
+    if isinstance(error, LegFailed):
+        return not (error.worker is context and error.unreachable)
+    return not (isinstance(error, LegRefused) and error.worker is context)
+
+
 def timing_line(client: ClientRequest, context: Answer | None, generation: Answer | None) -> bytes:
     """`Server-Timing`: the legs' entries under the prefixes ctx_ and gen_, and the router's under disagg_ (ms)."""
     entries = [] if context is None else [*_prefixed("ctx_", context)]

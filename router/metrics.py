@@ -5,6 +5,7 @@ Names without a prefix and with `ctx_`/`gen_` are TensorRT-LLM's; those with `tr
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
@@ -16,6 +17,9 @@ from prometheus_client.registry import Collector
 if TYPE_CHECKING:
     from router.cluster import Cluster
 
+logger = logging.getLogger(__name__)
+
+MANY_UNFORESEEN = 100  # requests
 SHORT = (
     0.001,
     0.005,
@@ -118,10 +122,20 @@ class RouterMetrics:
         self.local_prefills = 0  # a generation worker did it all
         self.predicted_cached_tokens = 0
         self.actual_cached_tokens = 0
+        self.unforeseen_cache_hits = 0  # prompts that a worker had a part of, unknown to the index
         self.untokenized_requests = 0  # a policy wanted block keys, and the request's form allowed none
         self.queue_latency = Histogram(SHORT)
         self.ctx = LegMetrics()
         self.gen = LegMetrics()
+
+    def note_unforeseen(self) -> None:
+        self.unforeseen_cache_hits += 1
+        if self.unforeseen_cache_hits == MANY_UNFORESEEN and not self.predicted_cached_tokens:
+            logger.warning(
+                "%d prompts were found in caches of which the index knows nothing: the workers hash prompts otherwise, "
+                "or tell no events",
+                self.unforeseen_cache_hits,
+            )
 
     def families(self) -> Iterator[Metric]:
         upstream = (
@@ -131,8 +145,8 @@ class RouterMetrics:
         for name in upstream.split():
             yield CounterMetricFamily(name, f"{name.replace('_', ' ')} of the router", getattr(self, name))
         ours = (
-            "client_disconnects finished_in_prefill handoffs_released local_prefills predicted_cached_tokens actual_cached_tokens "
-            "untokenized_requests"
+            "client_disconnects finished_in_prefill handoffs_released local_prefills predicted_cached_tokens "
+            "actual_cached_tokens unforeseen_cache_hits untokenized_requests"
         )
         for name in ours.split():
             yield CounterMetricFamily(f"trtllm_disagg_{name}", f"{name.replace('_', ' ')}", getattr(self, name))
@@ -171,6 +185,15 @@ def cluster_families(cluster: Cluster) -> Iterator[Metric]:
     for role, policy in cluster.policies.items():
         decisions.add_metric([role.name.lower(), policy.name], policy.decisions)
     yield decisions
+    room = cluster.room
+    yield GaugeMetricFamily("trtllm_disagg_waiting_requests", "wait for a place before prefill", room.waiting)
+    yield CounterMetricFamily("trtllm_disagg_refused_requests", "not even let into the queue", room.refused)
+    yield CounterMetricFamily("trtllm_disagg_expired_requests", "waited in vain", room.expired)
+    yield CounterMetricFamily(
+        "trtllm_disagg_expired_predictions",
+        "blocks expected of a worker and never told of",
+        cluster.index.expired_predictions,
+    )
     yield GaugeMetricFamily("trtllm_disagg_index_blocks", "distinct KV blocks in the index", len(cluster.index))
     yield GaugeMetricFamily("trtllm_disagg_ready", "1: a request would be served now", float(cluster.ready))
     yield GaugeMetricFamily("trtllm_disagg_degraded_reasons", "see /cluster_info", len(cluster.degraded()))

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from typing import Any
 
 import msgspec
 
@@ -30,6 +31,7 @@ from router.legs import (
     LegRefused,
     first_cause,
     follow_params,
+    holds_pages,
     leg_request,
     post_leg,
     timing_line,
@@ -95,10 +97,10 @@ class Orchestrator:
             raise
         except LegRefused as refusal:
             refusal.pass_on(client)
-        except TimeoutError:
-            client.fail(DeadlineExceeded(f"no complete answer within {self._timeout:g} s"))
         except LegFailed as failure:
             failure.pass_on(client)
+        except TimeoutError:
+            client.fail(DeadlineExceeded(f"no complete answer within {self._timeout:g} s"))
         except ServingError as error:
             metrics.validation_exceptions += isinstance(error, InvalidRequest)
             metrics.internal_errors += error.status == 500
@@ -214,6 +216,8 @@ class Orchestrator:
         self.cluster.context_policy.served(context, need, cached)
         self.metrics.predicted_cached_tokens += predicted * need.block_size
         self.metrics.actual_cached_tokens += cached
+        if cached and not predicted:
+            self.metrics.note_unforeseen()
 
     async def _generation_leg(
         self,
@@ -236,16 +240,34 @@ class Orchestrator:
         return f"{AUTH_HEADER}: {handoff_signature(self._auth_key, endpoint, state)}\r\n".encode()
 
     async def _relay(
-        self, client: ClientRequest, generation: Worker, request: list[bytes], names: bytes, prefill: Answer | None
+        self,
+        client: ClientRequest,
+        generation: Worker,
+        request: list[bytes],
+        names: bytes,
+        prefill: Answer | None,
+        beside: asyncio.Task[Any] | None = None,
     ) -> None:
-        """The decode leg's answer is the client's. `names` are header lines that tell of the other worker."""
+        """The decode leg's answer is the client's. `names` are header lines that tell of the other worker.
+
+        Nothing is sent to the client before the context leg `beside` this one is over: it may yet fail.
+        """
         leg = self.metrics.gen
         started = time.monotonic()
         answer = await post_leg(self.cluster, leg, generation, request)
+        if beside is not None:
+            try:
+                await asyncio.wait((beside,))
+            except BaseException:
+                answer.discard()
+                raise
         headers = client.request_id_line() + names + generation.leg_head
         if client.wants_metrics:
             headers += timing_line(client, prefill, answer)
         if answer.body is not None:
+            if b'"choices"' not in answer.body:
+                self.cluster.failed(generation, "no choices in its answer")
+                raise LegFailed(generation, leg, "no choices in its answer")
             client.respond(200, answer.body, answer.header(b"content-type") or JSON, headers)
             return
         assert answer.stream is not None
@@ -293,7 +315,7 @@ class Orchestrator:
                 prefill = legs.create_task(self._context_leg(client, body, need, context, handoff_id, style))
                 # Not in the task itself: one that is cancelled before it began would keep its reservation.
                 prefill.add_done_callback(lambda _: cluster.release(context, need))
-                await self._relay(client, generation, request, context.leg_head, None)
+                await self._relay(client, generation, request, context.leg_head, None, beside=prefill)
         except BaseExceptionGroup as failures:
             raise first_cause(failures) from None
         finally:
@@ -377,10 +399,3 @@ class Orchestrator:
         self.metrics.handoffs_released += 1
         if answer.status == 404:
             context.releases = False
-
-
-def holds_pages(context: Worker, error: BaseException) -> bool:
-    """Whether the context worker may still hold pages for a request that `error` ended."""
-    if isinstance(error, LegFailed):
-        return not (error.worker is context and error.unreachable)
-    return not (isinstance(error, LegRefused) and error.worker is context)

@@ -58,6 +58,7 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     engine: EngineConfig
     cluster: ClusterSettings | None
     notes: list[str]
+    internal_request_auth_key: str | None = None  # shared with the router, which signs hand-off parameters with it
 
     @property
     def role(self) -> ServerRole:
@@ -183,6 +184,7 @@ class _Reader:
         self._store: dict[str, Any] = {}
         self._cluster: dict[str, Any] = {}
         self._unused: list[str] = []
+        self._auth_key: str | None = None
         self.notes: list[str] = []
 
     def read(self, model: str) -> WorkerSettings:
@@ -198,7 +200,7 @@ class _Reader:
         engine = EngineConfig(
             model=model, role=self._server.server_role, pool=pool, transfers=transfers, **self._engine
         )
-        return WorkerSettings(model, self._server, engine, cluster, self.notes)
+        return WorkerSettings(model, self._server, engine, cluster, self.notes, self._auth_key)
 
     def _take(self, path: str, value: Any) -> None:
         block, _, name = path.rpartition(".")
@@ -218,6 +220,10 @@ class _Reader:
             self._problem(path, f"no such setting{_similar(path)}")
         elif path in keys.EFFECTIVE_IN_BLOCKS or (path in keys.BLOCKS and value is None):
             pass
+        elif path == "internal_request_auth_key":
+            if value is not None and (not isinstance(value, str) or not value):
+                self._problem(path, "must be text of at least 1 character")  # and is not shown
+            self._auth_key = value
         elif block or path in keys.OPEN:
             self._unused.append(path)
         else:

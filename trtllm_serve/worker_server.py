@@ -148,6 +148,7 @@ class WorkerServer:
             max_batch_size=settings.engine.max_batch_size,
             fault_injection=settings.engine.fault_injection,
             endpoint=join_address(reachable_host(self._socket), bound_port(self._socket)),
+            internal_request_auth_key=settings.internal_request_auth_key,
         )
         worker = Worker(engine, self._tokenizer, options)
         registration = self._registration()

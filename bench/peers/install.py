@@ -18,8 +18,11 @@ PACKAGES = {"sglang-router": "0.3.2", "smg": "1.13.0", "vllm-router": "0.1.17"}
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("packages", nargs="*", choices=[*PACKAGES, []], default=list(PACKAGES))
-    for name in parser.parse_args().packages:
+    parser.add_argument("packages", nargs="*", help=f"of {', '.join(PACKAGES)}; all if left out")
+    names = parser.parse_args().packages or list(PACKAGES)
+    if unknown := set(names) - PACKAGES.keys():
+        parser.error(f"unknown: {', '.join(sorted(unknown))}")
+    for name in names:
         python = VENVS / name / "bin" / "python"
         if not python.exists():
             subprocess.run([sys.executable, "-m", "venv", str(VENVS / name)], check=True)

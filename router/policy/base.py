@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from router.index import BlockIndex
 from router.worker import Worker
 
-MANY = 64  # candidates above which a policy that scores looks at the cached ones and at a part of the others
-PART = 32
+MANY = 32  # candidates above which a policy that scores looks at the cached ones and at a part of the others
+PART = 16
 
 
 class Need:
@@ -76,6 +76,11 @@ class Policy(abc.ABC):
         """For each candidate what it is judged by; a larger "score" is better. Changes nothing."""
         return [{"score": 0.0} for _ in candidates]
 
+    def _window(self, candidates: Sequence[Worker]) -> list[Worker]:
+        """PART of many candidates, the next ones at each decision."""
+        start = self.decisions * PART % len(candidates)
+        return [*candidates[start : start + PART], *candidates[: max(0, start + PART - len(candidates))]]
+
     def describe(self) -> dict[str, object]:
         return {"type": self.name, "decisions": self.decisions}
 
@@ -104,8 +109,7 @@ class PrefixAware(Policy):
         """All of a few. Of many: those with a part of the prompt, and a window on the rest that moves on."""
         if len(candidates) <= MANY:
             return candidates
-        start = self.decisions * PART % len(candidates)
-        window = [*candidates[start : start + PART], *candidates[: max(0, start + PART - len(candidates))]]
+        window = self._window(candidates)
         owners = (self._index.owner(slot) for slot in matched)
         return window + [owner for owner in owners if owner is not None and owner in candidates]
 

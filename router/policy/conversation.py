@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from router.config import RouterConfig
-from router.policy.base import Need, Policy
+from router.policy.base import MANY, Need, Policy
 from router.worker import Worker
 
 CHARACTERS_PER_TOKEN = 5
@@ -46,6 +46,8 @@ class Conversation(Policy):
         if session is not None and session.worker in candidates:
             self.continued += 1
             return session.worker
+        if len(candidates) > MANY:
+            candidates = self._window(candidates)
         return min(candidates, key=lambda worker: (self._loads.get(worker, 0), worker.last_picked))
 
     def _name(self, need: Need) -> str | None:

@@ -20,15 +20,18 @@ A prompt's blocks count as the worker's from the moment it is sent there. Ties g
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Sequence
 
 from router.config import RouterConfig
-from router.index import BlockIndex
+from router.index import BlockIndex, WorkerBlocks
 from router.pace import Pace
 from router.policy.base import Need, PrefixAware, matched_blocks
 from router.worker import Worker
+
+logger = logging.getLogger(__name__)
 
 RECENT_DECISIONS = 16  # a worker, over which recent work fades
 FETCH_SHARE = 0.1  # of the time to compute a token: what fetching one costs, until it is measured
@@ -40,10 +43,11 @@ RESCUE = 30.0  # seconds after which a prediction that no event confirmed is dro
 class _Load:
     """What a worker has to do."""
 
-    __slots__ = ("fetched", "open_seconds", "pace", "progress", "recent", "recent_at", "rescued")
+    __slots__ = ("judged", "open_seconds", "pace", "progress", "recent", "recent_at", "rescued")
 
-    def __init__(self) -> None:
+    def __init__(self, fleet: Pace) -> None:
         self.pace = Pace()
+        self.judged = fleet  # the pace that it is taken at: its own, or the fleet's
         self.open_seconds = 0.0  # expected, of all that is reserved
         self.progress = 0.0  # when it last answered, or got work while idle
         self.recent = 0.0  # seconds of work, fading
@@ -82,15 +86,31 @@ class LeastTime(PrefixAware):
         now, size, pooled = time.monotonic(), self._block_size(need), self._pooled(matched)
         best, least, last = candidates[0], math.inf, 0
         for worker in self._shortlist(candidates, matched):
-            total = self._cost(worker, need, matched, now, size, pooled).total
+            total = self._total(worker, need, matched, now, size, pooled)
             if total < least - 1e-9 or (total <= least + 1e-9 and worker.last_picked < last):
                 best, least, last = worker, min(total, least), worker.last_picked
         self.affinity_decisions += matched_blocks(best, matched) > 0
         return best
 
+    def _total(self, worker: Worker, need: Need, matched: dict[int, int], now: float, size: int, pooled: int) -> float:
+        """`_cost(…).total`, quickly: this runs for every candidate."""
+        load, blocks = self._loads.get(worker), worker.blocks
+        if load is None or pooled or (blocks is not None and blocks.host) or not need.num_tokens:
+            return self._cost(worker, need, matched, now, size, pooled).total
+        pace, config = load.judged, self._config
+        own = matched.get(blocks.slot, 0) if matched and blocks is not None else 0
+        tokens = need.num_tokens - own * size
+        total = config.work_weight * (pace.fixed + pace.per_token * (tokens if tokens > 1 else 1))
+        if worker.active:
+            total += self._queue(worker, load, now)
+        if load.recent:
+            fading = math.exp((load.recent_at - self.decisions) / (RECENT_DECISIONS * self._candidates))
+            total += config.recent_weight * load.recent * fading
+        return total
+
     def _cost(self, worker: Worker, need: Need, matched: dict[int, int], now: float, size: int, pooled: int) -> _Cost:
         load = self._load(worker)
-        pace = self._pace(load)
+        pace = load.judged
         own = matched_blocks(worker, matched)
         fetched = max(0, pooled - own) + self._in_host_memory(worker, need, own)
         cached = own + max(0, pooled - own)
@@ -111,12 +131,10 @@ class LeastTime(PrefixAware):
     def _fading(self, load: _Load) -> float:
         return math.exp((load.recent_at - self.decisions) / (RECENT_DECISIONS * self._candidates))
 
-    def _pace(self, load: _Load) -> Pace:
+    def _judge(self, load: _Load) -> None:
         own, fleet = load.pace, self._fleet
-        if not own.known:
-            return fleet
         ratio = (own.fixed + 1000 * own.per_token) / (fleet.fixed + 1000 * fleet.per_token)
-        return own if not 1 / NOTABLE < ratio < NOTABLE else fleet
+        load.judged = own if own.known and not 1 / NOTABLE < ratio < NOTABLE else fleet
 
     @staticmethod
     def _usual(pace: Pace) -> float:
@@ -140,7 +158,7 @@ class LeastTime(PrefixAware):
     def _load(self, worker: Worker) -> _Load:
         load = self._loads.get(worker)
         if load is None:
-            load = self._loads[worker] = _Load()
+            load = self._loads[worker] = _Load(self._fleet)
         return load
 
     # ------------------------------------------------------------ bookkeeping
@@ -161,8 +179,20 @@ class LeastTime(PrefixAware):
             assert worker.blocks is not None
             if now - load.rescued > RESCUE:
                 load.rescued = now
-                self._index.expire_predictions(worker.blocks)
+                self._expire(worker, worker.blocks)
             self._index.predict(worker.blocks, need.keys)
+
+    def _expire(self, worker: Worker, blocks: WorkerBlocks) -> None:
+        expired = self._index.expire_predictions(blocks)
+        if expired:
+            logger.warning(
+                "%s worker %s was to make %d KV blocks and told of none of them: is its block reuse on, and do its "
+                "blocks have %s tokens?",
+                worker.role_name,
+                worker.address,
+                expired,
+                worker.info.tokens_per_block or "as many",
+            )
 
     def _follows_events(self, worker: Worker) -> bool:
         """Only events would also take back what was predicted."""
@@ -185,6 +215,7 @@ class LeastTime(PrefixAware):
                 pace.observe_fetch(fetched, seconds - pace.seconds(computed))
             else:
                 pace.observe(computed, seconds)
+        self._judge(load)
 
     def failed(self, worker: Worker, need: Need) -> None:
         if worker.blocks is not None:

@@ -1,10 +1,13 @@
-"""Fewest active requests, or prompt tokens, first; ties to the least recently used."""
+"""Fewest active requests, or prompt tokens, first; ties to the least recently used.
+
+Of very many workers a part is looked at, the next ones at each decision.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from router.policy.base import Need, Policy
+from router.policy.base import MANY, Need, Policy
 from router.worker import Worker
 
 
@@ -16,6 +19,8 @@ class LoadBalancing(Policy):
         self.needs_tokens = use_tokens
 
     def choose(self, candidates: Sequence[Worker], need: Need) -> Worker:
+        if len(candidates) > MANY:
+            candidates = self._window(candidates)
         if self.needs_tokens:
             return min(candidates, key=lambda worker: (worker.active_tokens, worker.last_picked))
         return min(candidates, key=lambda worker: (worker.active, worker.last_picked))

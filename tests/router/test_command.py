@@ -103,8 +103,8 @@ async def test_workers_that_do_not_come_in_time_end_the_router(tmp_path: Path) -
 
 
 async def test_all_problems_of_the_configuration_are_told(tmp_path: Path) -> None:
-    config = write_config(tmp_path, num_workers=2, context_servers={"urls": ["bad"]})
-    code, output = await run_command("-c", config, "-s", "generation_first")
+    config = write_config(tmp_path, num_workers=2, context_servers={"urls": ["bad"]}, schedule_style="x")
+    code, output = await run_command("-c", config)
     assert code == 2 and "Traceback" not in output
     for path in ("num_workers:", "context_servers.urls[0]:", "schedule_style:"):
         assert path in output

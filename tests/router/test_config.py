@@ -13,6 +13,7 @@ import yaml
 from kvstore.errors import SettingsError
 from router import config as config_module
 from router.config import DisaggConfig, load_config, parse_config, require_workers
+from router.config_schema import render, schema
 
 CTX = {"num_instances": 1, "urls": ["localhost:8001"]}
 GEN = {"num_instances": 1, "urls": ["localhost:8002"]}
@@ -222,6 +223,8 @@ def test_the_documented_but_wrong_key_is_an_alias() -> None:
         ({"cluster_uri": 7}, "disagg_cluster.cluster_uri"),
         ({}, "disagg_cluster.cluster_uri"),
         ({"cluster_uri": "redis://h:1", "heartbeat_interval_sec": "5"}, "disagg_cluster.heartbeat_interval_sec"),
+        ({"cluster_uri": "redis://h:1", "heartbeat_interval_sec": 0}, "disagg_cluster.heartbeat_interval_sec"),
+        ({"cluster_uri": "redis://h:1", "inactive_timeout_sec": 3}, "disagg_cluster.inactive_timeout_sec"),  # C128
         ("redis://h:1", "disagg_cluster"),
     ],
 )
@@ -351,3 +354,24 @@ def test_the_shipped_file_loads_and_names_every_key() -> None:
     fields = [*config_module.ROUTER_KEYS, *(field.name for field in dataclasses.fields(config_module.AdmissionConfig))]
     missing = [key for key in [*config_module._KNOWN, *fields] if key not in text]
     assert sorted(missing) == ["env_overrides", "telemetry_config"]
+
+
+class TestSchema:
+    def test_the_published_one_is_not_stale(self) -> None:
+        published = Path(__file__).parents[2] / "configs" / "disagg.schema.json"
+        assert published.read_bytes() == render(), "python -m router.config_schema > configs/disagg.schema.json"
+
+    def test_it_knows_every_key_and_its_default(self) -> None:
+        described = schema()
+        keys = described["properties"].keys() | config_module._NOT_BUILT_HARMLESS.keys()
+        assert set(config_module._KNOWN) - keys == {"env_overrides", "telemetry_config", "disagg_coordinator_url"}
+        servers = described["$defs"]["servers"]["properties"]
+        assert set(servers["router"]["properties"]) == set(config_module.ROUTER_KEYS)
+        assert servers["router"]["properties"]["load_weight"] == {"type": "number", "default": 0.25}
+        assert described["properties"]["admission"]["properties"]["max_queue_size"]["default"] == 1024
+
+    def test_the_shipped_file_has_only_what_it_allows(self) -> None:
+        shipped = yaml.safe_load((Path(__file__).parents[2] / "configs" / "disagg.yaml").read_text())
+        described = schema()["properties"]
+        assert shipped.keys() <= described.keys()
+        assert shipped["admission"].keys() <= described["admission"]["properties"].keys()

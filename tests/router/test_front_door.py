@@ -139,10 +139,41 @@ async def test_everything_else_falls_through_to_the_application() -> None:
         assert (await client.get("/health")).status_code == 200
         assert (await client.get("/version")).json()["version"]
         assert (await client.get("/v1/models")).json()["data"][0]["id"] == "fake"
-        for method, path, status in (("GET", PATH, 404), ("GET", "/nowhere", 404), ("POST", "/health", 405)):
-            answer = await client.request(method, path)
-            assert answer.status_code == status
-            assert answer.json()["error"].keys() == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "allow"),
+    [
+        ("GET", PATH, 405, "POST"),
+        ("GET", "/v1/chat/completions", 405, "POST"),
+        ("DELETE", "/v1/models", 405, "GET"),
+        ("POST", "/health", 405, "GET"),
+        ("POST", "/v1/v1/completions", 404, None),
+        ("POST", "//v1/completions", 404, None),
+        ("POST", "/v1/nope", 404, None),
+        ("GET", "/nowhere", 404, None),
+        ("GET", "/v1/models/nope", 404, None),
+    ],
+)
+async def test_unknown_routes_and_methods_are_error_objects(
+    method: str, path: str, status: int, allow: str | None
+) -> None:
+    """C062"""
+    async with pair() as (router, _, _):
+        answer = await router.client.request(method, path)
+        assert answer.status_code == status and answer.headers.get("allow") == allow
+        assert answer.json()["error"].keys() == {"message", "type", "param", "code"}
+        assert answer.headers["content-type"] == "application/json"
+
+
+async def test_a_stream_says_that_it_is_not_to_be_kept_back() -> None:
+    """C063"""
+    async with pair() as (router, _, _):
+        headers = {"accept-encoding": "gzip"}
+        answer = await router.client.post(PATH, json={"prompt": "hi", "stream": True}, headers=headers)
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        assert answer.headers["cache-control"] == "no-cache" and answer.headers["x-accel-buffering"] == "no"
+        assert "content-encoding" not in answer.headers
 
 
 async def test_losing_the_client_during_the_upload_costs_nothing() -> None:

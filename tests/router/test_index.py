@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -121,3 +123,69 @@ def test_any_history_leaves_what_the_workers_hold(
         if depth:
             expected[worker.slot] = depth
     assert index.match(prompt) == expected
+
+
+def test_a_removal_with_unknown_blocks_removes_the_rest() -> None:
+    """C116"""
+    index = BlockIndex()
+    blocks, other = index.attach("a"), index.attach("b")
+    for each in (blocks, other):
+        index.apply(each, snapshot(each, *KEYS[:4]))
+    index.apply(blocks, KvEventBatch("a", 1, [KvEvent(removed=[KEYS[0], b"?" * 16, KEYS[2]])]))
+    assert blocks.keys == {KEYS[1], KEYS[3]} and other.keys == set(KEYS[:4])
+    index.apply(blocks, KvEventBatch("a", 2, [KvEvent(stored=[KEYS[9]])]))  # its parent is not known: no exception
+    assert index.match(KEYS[:4]) == {other.slot: 4}
+    index.apply(other, KvEventBatch("b", 1, [KvEvent(cleared=True)]))
+    assert index.match(KEYS[:4]) == {} and len(index) == 3
+
+
+def test_the_tiers_follow_moves() -> None:
+    index = BlockIndex()
+    blocks = index.attach("a")
+    index.apply(blocks, snapshot(blocks, *KEYS[:4]))
+    index.apply(blocks, KvEventBatch("a", 1, [KvEvent(moved=[*KEYS[:3], KEYS[9]], level=1)]))
+    assert blocks.host == set(KEYS[:3])  # a block that it does not have is in no tier
+    index.apply(blocks, KvEventBatch("a", 2, [KvEvent(moved=KEYS[:1]), KvEvent(removed=KEYS[1:2])]))
+    assert blocks.host == {KEYS[2]} and blocks.keys == {KEYS[0], KEYS[2], KEYS[3]}
+    index.apply(blocks, KvEventBatch("a", 3, [KvEvent(cleared=True)]))
+    assert not blocks.host
+
+
+def test_a_long_run_is_leapt_over_and_its_end_is_exact() -> None:
+    keys = [number.to_bytes(16, "big") for number in range(1000)]
+    for held in (1, 15, 16, 17, 160, 999, 1000):
+        index = BlockIndex()
+        blocks, short = index.attach("a"), index.attach("b")
+        index.add(blocks, keys[:held])
+        assert index.match(keys) == {blocks.slot: held}
+        index.add(short, keys[: min(3, held)])
+        expected = {blocks.slot: held} | {short.slot: min(3, held)}
+        assert index.match(keys) == expected
+
+
+def test_of_very_many_owners_some_are_told_others_each_time() -> None:
+    index = BlockIndex()
+    owners = [index.attach(str(place)) for place in range(500)]
+    for blocks in owners:
+        index.add(blocks, KEYS[:2])
+    index.add(owners[123], KEYS)
+    told: set[int] = set()
+    for _ in range(200):
+        found = index.match(KEYS)
+        assert found.pop(owners[123].slot) == len(KEYS)
+        assert set(found.values()) == {2} and len(found) == 8
+        told |= found.keys()
+    assert len(told) > 400
+
+
+def test_removing_a_large_worker_is_quick() -> None:
+    """C116: less than the time in which a request should be routed, for each 10,000 blocks."""
+    index = BlockIndex()
+    blocks, other = index.attach("a"), index.attach("b")
+    keys = [number.to_bytes(16, "big") for number in range(50_000)]
+    index.add(blocks, keys)
+    index.add(other, keys[:25_000])
+    started = time.process_time()
+    index.detach(blocks)
+    assert time.process_time() - started < 0.25
+    assert len(index) == 25_000 and index.match(keys) == {other.slot: 25_000}

@@ -43,17 +43,22 @@ class RunningRouter:
         return sum(worker.active for worker in self.router.cluster.workers)
 
 
-def static_config(contexts: Sequence[FakeWorker], generations: Sequence[FakeWorker], **keys: Any) -> DisaggConfig:
+def static_config(
+    contexts: Sequence[FakeWorker], generations: Sequence[FakeWorker], router: dict[str, Any] | None = None, **keys: Any
+) -> DisaggConfig:
+    """`router`: the map of that name in both server blocks."""
+    both = {} if router is None else {"router": router}
     return parse_config(
         {
-            "context_servers": {"num_instances": len(contexts), "urls": [worker.address for worker in contexts]},
-            "generation_servers": {
-                "num_instances": len(generations),
-                "urls": [worker.address for worker in generations],
-            },
+            "context_servers": _block(contexts) | both,
+            "generation_servers": _block(generations) | both,
             **keys,
         }
     )
+
+
+def _block(workers: Sequence[FakeWorker]) -> dict[str, Any]:
+    return {"num_instances": len(workers), "urls": [worker.address for worker in workers]}
 
 
 @contextlib.asynccontextmanager

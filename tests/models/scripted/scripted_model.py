@@ -112,7 +112,8 @@ def _sequences(meta: StepMeta) -> Iterator[tuple[int, int, torch.Tensor]]:
         for row, table in zip(group.rows.tolist(), group.tables, strict=True):
             yield row, 1, table
     for chunk in meta.prefills:
-        yield chunk.first, chunk.count, chunk.table
+        first, last = chunk.segments[0].rows.start, chunk.segments[-1].rows.stop
+        yield first, last - first, chunk.table
 
 
 def _checksum(before: int, token: int) -> int:
