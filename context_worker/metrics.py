@@ -106,9 +106,12 @@ class WorkerMetrics:
     def finished(self, generation: Generation, seconds: float) -> None:
         usage = generation.usage
         self._latency.observe(seconds)
-        self._prompt.inc(usage.prompt_tokens)
-        self._cached.inc(usage.cached_tokens)
-        self._generated.inc(usage.completion_tokens)
+        if generation.continues:  # so that the sum over a cluster's workers is what its clients are told
+            self._generated.inc(max(usage.completion_tokens - len(generation.texts), 0))
+        else:
+            self._prompt.inc(usage.prompt_tokens)
+            self._cached.inc(usage.cached_tokens)
+            self._generated.inc(usage.completion_tokens)
         later = usage.completion_tokens - len(generation.texts)
         if later > 0 and generation.timing is not None:
             self._per_token.observe(max(seconds - generation.timing.first_token, 0) / later)

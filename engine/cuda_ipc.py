@@ -88,7 +88,7 @@ class CudaIpcTransceiver:
         remote = handle.remotes[self.name]
         if remote.block_bytes != self._descriptor.block_bytes:
             raise TransferError(f"blocks of {remote.block_bytes} bytes there, {self._descriptor.block_bytes} here")
-        if not all(0 <= block < remote.num_blocks for block in ids):
+        if ids and not 0 <= min(ids) <= max(ids) < remote.num_blocks:
             raise TransferError(f"a block outside the pool of {remote.num_blocks}")
         self._gather(self._opened(handle.incarnation, remote), ids, self._pool, blocks)
         self._check(handle, ids, generations)

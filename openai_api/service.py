@@ -56,6 +56,11 @@ class Generation:
         return not self._running
 
     @property
+    def continues(self) -> bool:
+        """Another worker counts the prompt and the first token of each choice."""
+        return self.submit.handle is not None or self.submit.awaits is not None
+
+    @property
     def usage(self) -> Usage:
         tokens = sum(text.token_count for text in self.texts)
         return Usage(self._usage.prompt_tokens, tokens, self._usage.cached_tokens)

@@ -63,7 +63,9 @@ class Cluster:
 
     def pick_generation(self, context: Worker, need: Need, excluded: Sequence[Worker] = ()) -> Worker:
         """Reserve a generation worker that can take over from `context`. NotReady when none can now."""
-        candidates = self.partners.get(context, ())
+        candidates = self.partners.get(context)
+        if candidates is None:  # it left after its leg was sent: what it has prefilled is still there to be fetched
+            candidates = tuple(worker for worker in self.generations if worker.fingerprint == context.fingerprint)
         if excluded:
             candidates = tuple(worker for worker in candidates if worker not in excluded)
         if not candidates:

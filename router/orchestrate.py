@@ -85,10 +85,8 @@ class Orchestrator:
                     self.keys.check(client.authorization)
                 self._check(body)
                 self.cluster.room.check()
-                if body.stream:
-                    metrics.stream_requests += 1
-                else:
-                    metrics.nonstream_requests += 1
+                metrics.stream_requests += body.stream
+                metrics.nonstream_requests += not body.stream
                 await self._route(client, body)
             metrics.total_responses += 1
             return

@@ -29,11 +29,16 @@ def weight_bytes(model: LlamaCuda) -> int:
     return layers + model.head.nbytes
 
 
-def decode_table(model: LlamaCuda, bandwidth: float, dtype: torch.dtype = torch.bfloat16) -> list[dict[str, Any]]:
+def decode_table(
+    model: LlamaCuda,
+    bandwidth: float,
+    dtype: torch.dtype = torch.bfloat16,
+    batches: tuple[int, ...] = (1, 8, 32, 64, 128),
+) -> list[dict[str, Any]]:
     """A row for each batch size: milliseconds of a step under a CUDA graph, and its share of the floor."""
     pool = rig.device_pool(128 * CONTEXT, rig.LLAMA_8B, dtype)
     rows = []
-    for batch in (1, 8, 32, 64, 128):
+    for batch in batches:
         state = rig.decode_state(model, pool, batch, CONTEXT)
         graph = rig.capture(functools.partial(model.decode, state, batch, pool))
         seconds = rig.timed(graph.replay, 30)

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 _WORDS = 8192  # of 8 bytes, a program
+_WARPS = 8
 
 
 @triton.jit
@@ -20,9 +21,9 @@ def _gather_kernel(source, ids, target, blocks, width, WORDS: tl.constexpr):
     tl.store(target + there + offsets, tl.load(source + here + offsets, mask=inside), mask=inside)
 
 
-def gather_rows(source: Any, ids: Any, target: Any, blocks: Any) -> None:
+def gather_rows(source: Any, ids: Any, target: Any, blocks: Any, words: int = _WORDS, warps: int = _WARPS) -> None:
     """target[blocks[i]] = source[ids[i]] for contiguous int64 tensors [rows, width] of one device; `ids` and `blocks`
-    are int64 tensors there too. Not synchronised."""
+    are int64 tensors there too. A program of `warps` moves `words`. Not synchronised."""
     width = source.shape[1]
-    grid = (len(ids), triton.cdiv(width, _WORDS))
-    _gather_kernel[grid](source, ids, target, blocks, width, WORDS=_WORDS, num_warps=8)
+    grid = (len(ids), triton.cdiv(width, words))
+    _gather_kernel[grid](source, ids, target, blocks, width, WORDS=words, num_warps=warps)

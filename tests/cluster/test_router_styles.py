@@ -1,4 +1,4 @@
-"""Both schedule styles through the real router with signed hand-offs and least_time: one server's answers, real caches."""
+"""Both schedule styles through the real router, with signed hand-offs and least_time: one server's answers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cluster_rig import Cluster, Part, baseline, eventually
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(200)]
 
 KEY = {"internal_request_auth_key": "between us"}
-WORDS = "apple river stone house tree blue green wind cloud rain sun moon star fish bird horse lion road".split()
+WORDS = ["apple", "river", "stone", "house", "tree", "blue", "green", "wind", "cloud", "rain", "sun", "moon"]
 STYLES = ["context_first", "generation_first"]
 
 

@@ -97,6 +97,18 @@ async def test_exclusion_looks_for_a_whole_pair() -> None:
         cluster.pick_generation(first, Need(), [only])
 
 
+async def test_a_prefill_is_handed_over_although_its_worker_has_begun_to_leave() -> None:
+    """A worker that deregisters between the two legs still holds the pages (C123)."""
+    cluster = make_cluster()
+    context = join(cluster, ServerRole.CONTEXT, 1, FINGERPRINT)
+    generation = join(cluster, ServerRole.GENERATION, 2, FINGERPRINT)
+    join(cluster, ServerRole.GENERATION, 3, OTHER)
+    assert cluster.pick_context(Need()) is context
+    cluster.set_state(context, WorkerState.LEAVING)
+    for _ in range(4):
+        assert cluster.pick_generation(context, Need()) is generation
+
+
 async def test_a_new_incarnation_takes_the_index_entries_along() -> None:
     cluster = make_cluster()
     worker = join(cluster, ServerRole.CONTEXT, 1, incarnation="A")

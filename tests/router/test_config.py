@@ -145,7 +145,9 @@ def test_urls_with_scheme_and_ipv6(url: str, address: tuple[str, int]) -> None:
     assert parse_config({"context_servers": {"urls": [url]}}).context.urls == (address,)
 
 
-@pytest.mark.parametrize("url", ["host", "host:", ":80", "host:0", "host:70000", "::1:80", "host:http", 8001])
+@pytest.mark.parametrize(
+    "url", ["host", "host:", ":80", "host:0", "host:70000", "::1:80", "host:http", "https://h:1", "h:1/v1", "", 8001]
+)
 def test_bad_urls_are_named(url: object) -> None:
     assert "context_servers.urls[1]" in problems_of({"context_servers": {"urls": ["a:1", url], "num_instances": 1}})
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.protocol import KvEvent, KvEventBatch, ServerRole
-from router.config import RouterConfig
+from router.config import ROUTER_TYPES, RouterConfig
 from router.index import BlockIndex
 from router.policy import Need, Policy, make_policy
 from router.policy.kv_cache_aware import KvCacheAware
@@ -141,7 +141,7 @@ async def test_the_choice_has_the_best_score_of_those_below_the_cap(loads: list[
 
 
 @given(
-    kind=st.sampled_from(["round_robin", "load_balancing", "kv_cache_aware"]),
+    kind=st.sampled_from(ROUTER_TYPES),
     turns=st.lists(st.tuples(st.booleans(), st.integers(0, 500)), max_size=60),
 )
 async def test_reservations_return_to_nothing(kind: str, turns: list[tuple[bool, int]]) -> None:
@@ -158,3 +158,49 @@ async def test_reservations_return_to_nothing(kind: str, turns: list[tuple[bool,
     while taken:
         policy.release(*taken.pop())
     assert all(worker.active == worker.active_tokens == 0 for worker in some)
+
+
+@pytest.mark.parametrize("kind", ROUTER_TYPES)
+async def test_a_worker_that_is_added_gets_its_share(kind: str) -> None:
+    """C132: more than a tenth of the next 50 requests, one at a time and of prompts that nobody has."""
+    two, index = await workers(2), BlockIndex()
+    for worker in two:
+        hold(index, worker, 0)
+    policy = make_policy(RouterConfig(type=kind), index)
+
+    def serve(candidates: list[Worker], number: int) -> Worker:
+        need = Need(64, [number.to_bytes(16, "little"), (number + 1).to_bytes(16, "big")], 32)
+        worker = policy.pick(candidates, need)
+        policy.served(worker, need, 0)
+        policy.release(worker, need)
+        return worker
+
+    for number in range(100):
+        serve(two[:1], 1000 + 2 * number)
+    assert sum(serve(two, 5000 + 2 * number) is two[1] for number in range(50)) > 5
+
+
+@pytest.mark.parametrize("kind", ROUTER_TYPES)
+async def test_concurrent_requests_with_one_prefix_spread(kind: str) -> None:
+    """No two choices see the same loads, however many are made in one turn of the loop."""
+    eight, index = await workers(8), BlockIndex()
+    for worker in eight:
+        hold(index, worker, 0)
+    policy = make_policy(RouterConfig(type=kind, tokens_per_block=32), index)
+    for _ in range(1000):
+        policy.pick(eight, Need(256, KEYS, 32))
+    loads = [worker.active for worker in eight]
+    assert sum(loads) == 1000 and max(loads) - min(loads) <= 2
+
+
+@pytest.mark.parametrize("kind", ROUTER_TYPES)
+async def test_scores_cover_all_candidates_and_change_nothing(kind: str) -> None:
+    three, index = await workers(3), BlockIndex()
+    for worker, blocks in zip(three, (0, 4, 2), strict=True):
+        hold(index, worker, blocks)
+    policy = make_policy(RouterConfig(type=kind, tokens_per_block=32), index)
+    scores = policy.scores(three, Need(256, KEYS, 32))
+    assert len(scores) == 3 and all("score" in score for score in scores)
+    assert policy.decisions == 0 and not any(worker.active for worker in three)
+    if policy.needs_keys:
+        assert max(range(3), key=lambda place: scores[place]["score"]) == 1
