@@ -1,7 +1,7 @@
 """The generation side of generation_first: room is made first, blocks are fetched while the prompt is computed.
 
-    begin: allocate, ask for the prompt ──► blocks are announced ──► fetch them ──► … ──► the whole handle ──► the rest is
-    an ordinary fetch, with an ordinary acknowledgement
+    begin: allocate, ask for the prompt ──► blocks are announced ──► fetch them ──► … ──► the whole handle ──► the rest
+    is an ordinary fetch, with an ordinary acknowledgement
 
 When nothing more is to come, the prompt goes back to the queue and is computed here; what has arrived is in the prefix
 cache then.

@@ -65,7 +65,7 @@ def _no_effect(*names: str, **options: Any) -> Callable[[Command], Command]:
 @click.option("--context_parallel_size", "--cp_size", type=int, help="Only 1.")
 @click.option("--moe_expert_parallel_size", "--ep_size", type=int, help="Only 1.")
 @click.option("--max_beam_width", type=int, help="Only 1.")
-@click.option("--backend", type=click.Choice(["pytorch", "mock"]), help="mock: scripted tokens, no model.  [default: pytorch]")
+@click.option("--backend", type=click.Choice(["pytorch", "mock"]), help="mock: scripted tokens.  [default: pytorch]")
 @click.option("--custom_module_dirs", multiple=True, help="Directory with Python modules to import; repeatable.")
 @click.option("--log_level", type=click.Choice(list(LOG_LEVELS)), help="[default: info]")
 @click.option("--telemetry/--no-telemetry", default=None, help="No effect: nothing is ever sent.")

@@ -133,13 +133,12 @@ ENGINE: dict[str, tuple[str, Parser]] = {
     "kv_cache_config.enable_partial_reuse": ("enable_partial_reuse", boolean),
     "kv_cache_config.host_cache_size": ("host_cache_size", size),
     "kv_cache_config.event_buffer_max_size": ("event_buffer_max_size", not_negative),
-    "scheduler_config.capacity_scheduler_policy": (
-        "capacity_policy", one_of("GUARANTEED_NO_EVICT", "MAX_UTILIZATION")
-    ),
+    "scheduler_config.capacity_scheduler_policy": ("capacity_policy", one_of("GUARANTEED_NO_EVICT", "MAX_UTILIZATION")),
     "scheduler_config.waiting_queue_policy": ("waiting_policy", one_of("fcfs", "priority")),
     "scheduler_config.enable_prefix_aware_scheduling": ("prefix_aware", boolean),
     "scheduler_config.context_chunking_policy": (
-        "chunking_policy", one_of("FCFS", "FIRST_COME_FIRST_SERVED", "EQUAL_PROGRESS")
+        "chunking_policy",
+        one_of("FCFS", "FIRST_COME_FIRST_SERVED", "EQUAL_PROGRESS"),
     ),
     "enable_iter_perf_stats": ("enable_iter_perf_stats", boolean),
     "iter_perf_stats_interval": ("iter_perf_stats_interval", positive),

@@ -140,7 +140,12 @@ def test_penalties_go_on_after_the_hand_off(told_pair: Pair, reference: Any) -> 
     import torch
 
     prompt = [5, 6, 7, 5, 6, 7]
-    settings = {"repetition_penalty": 2.0, "presence_penalty": 1.5, "frequency_penalty": 0.75, "logit_bias": {"40": 3.0}}
+    settings = {
+        "repetition_penalty": 2.0,
+        "presence_penalty": 1.5,
+        "frequency_penalty": 0.75,
+        "logit_bias": {"40": 3.0},
+    }
     body = {"prompt": prompt, "max_tokens": 4, "temperature": 0, "min_tokens": 4, "logprobs": 5, **settings}
     document = answer(told_pair.router, body | {"logprobs_mode": "processed_logprobs"})
     [choice] = document["choices"]
@@ -179,7 +184,9 @@ def test_cached_tokens(told_pair: Pair) -> None:
     body |= {"model": "tiny", "ignore_eos": True}
     before = [sum(metric(part, name) for part in told_pair.workers) for name in COUNTERS]
     usages = [complete(told_pair.router.url, body).usage for _ in range(2)]
-    usages.append(complete(told_pair.router.url, body | {"stream": True, "stream_options": {"include_usage": True}}).usage)
+    usages.append(
+        complete(told_pair.router.url, body | {"stream": True, "stream_options": {"include_usage": True}}).usage
+    )
     assert usages[1] == usages[2]
     told = []
     for usage, cached in zip(usages, (0, 96, 96), strict=True):
@@ -190,7 +197,9 @@ def test_cached_tokens(told_pair: Pair) -> None:
 
     def counted() -> bool:
         now = [sum(metric(part, name) for part in told_pair.workers) for name in COUNTERS]
-        return [after - start for after, start in zip(now, before, strict=True)] == [sum(column) for column in zip(*told)]
+        return [after - start for after, start in zip(now, before, strict=True)] == [
+            sum(column) for column in zip(*told)
+        ]
 
     eventually(counted, 5, "the counters of both roles add up to the usage")
     reference = complete(told_pair.aggregated.url, body).usage
@@ -255,4 +264,6 @@ def test_steps_are_told_once(told_pair: Pair) -> None:
     assert steps == list(range(steps[0], steps[0] + len(steps))) and len(steps) == 60
     assert polled(part) == []
     cache = records[0]["kvCacheStats"]
-    assert {"usedNumBlocks", "freeNumBlocks", "maxNumBlocks", "tokensPerBlock", "reusedBlocks", "missedBlocks"} <= {*cache}
+    assert {"usedNumBlocks", "freeNumBlocks", "maxNumBlocks", "tokensPerBlock", "reusedBlocks", "missedBlocks"} <= {
+        *cache
+    }

@@ -79,7 +79,8 @@ def test_ignored_and_postponed_ends(scripted: Pair, side: str, stream: bool) -> 
     banned = asked(scripted, side, ":a|b|c", stream, max_tokens=8, min_tokens=3, stop_token_ids=[ord("a"), ord("b")])
     assert (banned.text, tokens(banned)) == ("..c", 4)
     refused = complete(
-        getattr(scripted, side).url, {"model": "tiny", "prompt": "x", "max_tokens": 3, "min_tokens": 5, "stream": stream}
+        getattr(scripted, side).url,
+        {"model": "tiny", "prompt": "x", "max_tokens": 3, "min_tokens": 5, "stream": stream},
     )
     assert refused.status == 400 and refused.error is not None and refused.error["param"] == "min_tokens"
 
