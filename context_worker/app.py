@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from context_worker.drained import DrainedLists
+from context_worker.drained import SETTINGS, DrainedLists
 from context_worker.followed import FollowedHandoff
 from context_worker.kv_events import EventStream
 from context_worker.metrics import WorkerMetrics
@@ -31,6 +31,7 @@ from kvstore.protocol import FOLLOW_PATH, KV_EVENTS_PATH, RELEASE_PATH, SERVER_I
 from openai_api.endpoint import JsonEndpoint, Scope, header
 from openai_api.engine_port import Engine
 from openai_api.intake import Intake, Job, ModelLimits
+from openai_api.reasoning import FORMS
 from openai_api.reply import Reply, retry_header
 from openai_api.service import Service
 from openai_api.several import Several
@@ -50,6 +51,9 @@ class WorkerOptions:
     fault_injection: bool = False
     endpoint: str = ""  # host:port under which other workers reach this one
     internal_request_auth_key: str | None = dataclasses.field(default=None, repr=False)
+    block_reuse: bool = True
+    reasoning_parser: str | None = None  # of openai_api.reasoning.FORMS
+    kept_lists: tuple[str, ...] = tuple(SETTINGS)  # of statistics, see context_worker.drained
 
 
 class Worker:
@@ -63,11 +67,12 @@ class Worker:
         self.clock_offset = 0.0
         self.created = int(time.time())
         self.metrics = WorkerMetrics(engine, options.served_name)
-        self.drained = DrainedLists(engine)
+        self.drained = DrainedLists(engine, options.kept_lists)
         self.service = Service(engine, tokenizer, self.metrics)
         ready = engine.ready
         limits = ModelLimits(ready.max_seq_len, ready.vocab_size, ready.eos_token_ids)
-        self.intake = Intake(tokenizer, limits, options.served_name, options.aliases)
+        reasoning = FORMS[options.reasoning_parser] if options.reasoning_parser else None
+        self.intake = Intake(tokenizer, limits, options.served_name, options.aliases, reasoning)
         self.request_types: dict[str, RequestHandler] = {
             RequestType.CONTEXT_ONLY: Prefill(self.service),
             RequestType.CONTEXT_AND_GENERATION: self.service.complete,
@@ -125,6 +130,8 @@ class Worker:
         await FollowedHandoff(self.engine, self.stopping, reply).run(_decode(body, _Follow).disagg_request_id)
 
     async def kv_events(self, scope: Scope, body: bytes, reply: Reply) -> None:
+        if not self.options.block_reuse:  # a stream that never says anything would look like an empty cache
+            raise InvalidRequest("this worker keeps no blocks: kv_cache_config.enable_block_reuse is false")
         await EventStream(self.engine, self.stopping, reply).run()
 
     # ------------------------------------------------------------ what this worker is, and how it does

@@ -158,6 +158,12 @@ class _EngineStats(Collector):
         for cause, count in stats.fetch_failures.items():
             failures.add_metric([cause], count)
         yield failures
+        dropped = CounterMetricFamily(
+            "trtllm_disagg_records_dropped", "Records of lists that nobody read in time", labels=["list"]
+        )
+        for name, count in self._engine.feeds.dropped.items():
+            dropped.add_metric([name], count)
+        yield dropped
         up = float(stats.pool_state == "up")
         yield GaugeMetricFamily("trtllm_disagg_pool_up", "1 while the Mooncake pool works", value=up)
         alive = float(self._engine.alive)

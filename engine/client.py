@@ -162,7 +162,7 @@ class EngineClient:
         self._streams: dict[str, weakref.ref[OutputStream]] = {}
         self._event_streams: weakref.WeakSet[EventStream] = weakref.WeakSet()
         self._snapshot_ids = itertools.count(1)
-        self._feeds = Feeds()
+        self.feeds = Feeds()
         self._readers: dict[int, _Reader] = {}
         self.on_lease_opened: Callable[[Handle], None] | None = None
         self.on_lease_closed: Callable[[int], None] | None = None
@@ -275,10 +275,6 @@ class EngineClient:
             stream.end()
         return stream
 
-    def drain(self, feed: str) -> list[bytes]:
-        """The records of a `Feed` since the last call, each JSON; of very many, the newest."""
-        return self._feeds.drain(feed)
-
     def _ask_snapshot(self) -> int:
         snapshot_id = next(self._snapshot_ids)
         self._write(SnapshotEvents(snapshot_id))
@@ -373,7 +369,7 @@ class EngineClient:
                 if self.on_handoff_wanted is not None:
                     self.on_handoff_wanted(message)
             case Feed():
-                self._feeds.take(message)
+                self.feeds.take(message)
             case Ready():
                 self._ready.set_result(message)
             case Loading():

@@ -43,6 +43,7 @@ class StepLogits:
     next: list[Continuation] | None = None  # of each row; None: the rows are not one for one sequence
     greedy: tuple[torch.Tensor, torch.Tensor] | None = None  # best tokens [n] and logits [n]
     drawn: list[Sampled] | None = None  # already, beside rows that could not be
+    stream: torch.cuda.Stream | None = None  # that computes them: whoever takes rows need not know of it
 
     def __len__(self) -> int:
         rows = self.drawn if self.values is None else self.values
@@ -52,9 +53,10 @@ class StepLogits:
         if self.drawn is not None:
             return StepLogits(None, drawn=[self.drawn[row] for row in rows])
         assert self.values is not None
-        at = to_device(np.asarray(rows, dtype=np.int64), self.values.device)
-        greedy = None if self.greedy is None else (self.greedy[0][at], self.greedy[1][at])
-        return StepLogits(self.values[at], greedy=greedy)
+        with torch.inference_mode(), torch.cuda.stream(self.stream):
+            at = to_device(np.asarray(rows, dtype=np.int64), self.values.device)
+            greedy = None if self.greedy is None else (self.greedy[0][at], self.greedy[1][at])
+            return StepLogits(self.values[at], greedy=greedy, stream=self.stream)
 
 
 @dataclasses.dataclass(slots=True)
@@ -110,6 +112,7 @@ class CudaRunner:
         with torch.cuda.stream(self.stream):
             self.pool.clear_tails(fresh_tails(chunks, self.pool.page))
             logits = self._logits(chunks)
+            logits.stream = self.stream
             if self.settles and not len(logits):
                 self.stream.synchronize()
             return logits

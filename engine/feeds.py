@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 
 from engine.messages import Feed
 
@@ -14,9 +14,13 @@ class Feeds:
     def __init__(self, limit: int = MAX_RECORDS) -> None:
         self._limit = limit
         self._records: dict[str, deque[bytes]] = {}
+        self.dropped: Counter[str] = Counter()  # records that nobody read in time, by feed
 
     def take(self, feed: Feed) -> None:
-        self._records.setdefault(feed.name, deque(maxlen=self._limit)).extend(feed.items)
+        records = self._records.setdefault(feed.name, deque(maxlen=self._limit))
+        if (over := len(records) + len(feed.items) - self._limit) > 0:
+            self.dropped[feed.name] += over
+        records.extend(feed.items)
 
     def drain(self, name: str) -> list[bytes]:
         """Each record once, oldest first."""

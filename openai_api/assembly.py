@@ -14,6 +14,7 @@ from collections.abc import Collection, Sequence
 
 from engine.messages import Output, TokenLogprob
 from openai_api.detokenizer import Decoder, Detokenizer
+from openai_api.reasoning import ReasoningForm, ReasoningSplitter
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -23,6 +24,7 @@ class TextRules:
     min_tokens: int = 0  # stop strings that are complete before this many tokens do not count
     skip_special_tokens: bool = True
     eos_token_ids: Collection[int] = ()
+    reasoning: ReasoningForm | None = None  # how it is told from the answer, if it is
     discard: bool = False  # no token was asked for: what the engine generates does not show
 
 
@@ -45,6 +47,7 @@ class Delta:
     entries: list[TokenEntry]
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    reasoning: str = ""  # beside `text`
 
 
 class StopScanner:
@@ -99,6 +102,10 @@ class ChoiceText:
         self._scanner = StopScanner(rules.stops, rules.include_stop)
         self._decoded = 0  # characters of all text so far, held back or not
         self.token_count = 0  # generated tokens, with the one that ended the choice
+        self.reasoning_count = 0  # of these, the tokens of reasoning and of the tag that ends it
+        self._splitter = ReasoningSplitter(rules.reasoning) if rules.reasoning else None
+        # Of all text at once, whatever the scanner keeps back: it says where a token belongs.
+        self._tracker = ReasoningSplitter(rules.reasoning) if rules.reasoning else None
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
 
@@ -117,6 +124,7 @@ class ChoiceText:
             if self.finished:
                 break
             self.token_count += 1
+            thinking = self._tracker is not None and self._tracker.thinking
             delta.token_ids.append(token)
             if output.logprobs is not None:
                 delta.entries.append(TokenEntry(output.logprobs[place], self._decoded))
@@ -125,10 +133,20 @@ class ChoiceText:
                 delta.text += self._end_at_stop_token(token, output)
             else:
                 delta.text += self._text_of(token)
+            self.reasoning_count += thinking or (self._tracker is not None and self._tracker.thinking)
         if output.finish_reason not in (None, "not_finished") and not self.finished:
             delta.text += self._end(str(output.finish_reason))
         delta.finish_reason, delta.stop_reason = self.finish_reason, self.stop_reason
+        if self._splitter is not None:
+            delta.reasoning, delta.text = self._split(self._splitter, delta.text)
         return delta
+
+    def _split(self, splitter: ReasoningSplitter, text: str) -> tuple[str, str]:
+        reasoning, answer = splitter.push(text)
+        if self.finished:
+            last = splitter.finish()
+            reasoning, answer = reasoning + last[0], answer + last[1]
+        return reasoning, answer
 
     def _is_stop_token(self, token: int, output: Output) -> bool:
         """Not so for the replayed token of a choice that a stop string ended: its text still counts."""
@@ -144,6 +162,8 @@ class ChoiceText:
     def _text_of(self, token: int) -> str:
         text = self._detokenizer.push(token)
         self._decoded += len(text)
+        if self._tracker is not None:
+            self._tracker.push(text)
         return self._scan(text)
 
     def _scan(self, text: str) -> str:

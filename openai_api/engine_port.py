@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable
 from typing import Protocol
 
+from engine.feeds import Feeds
 from engine.mailbox import Mailbox
 from engine.messages import Arrival, HandoffFetched, HandoffProgress, HandoffWanted, Output, Ready, Stats, Submit
 from kvstore.protocol import KvEvent
@@ -27,6 +28,8 @@ class Engine(Protocol):
     """Called on the event loop when a request here awaits a hand-off, and when it no longer does."""
     on_handoff_fetched: Callable[[HandoffFetched], None] | None
     """Called on the event loop when this engine is through with another worker's pages."""
+    feeds: Feeds
+    """Records since they were last read, each JSON: of "iterations", "requests" and "cache_events"."""
 
     @property
     def ready(self) -> Ready: ...
@@ -53,8 +56,4 @@ class Engine(Protocol):
 
     def subscribe_events(self) -> AsyncIterator[KvEvent]:
         """First a snapshot (cleared, all resident keys), then every change."""
-        ...
-
-    def drain(self, feed: str) -> list[bytes]:
-        """Records since the last call, each JSON: of "iterations", "requests" or "cache_events"."""
         ...

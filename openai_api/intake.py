@@ -19,6 +19,7 @@ from engine.messages import SamplingParams
 from kvstore.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
 from kvstore.protocol import DisaggregatedParams
 from openai_api.assembly import TextRules
+from openai_api.reasoning import ReasoningForm
 from openai_api.response_format import guided_decoding
 from openai_api.schemas import ChatCompletionRequest, CompletionRequest, SamplingFields, parse_body
 from openai_api.tokenizer import Tokenizer
@@ -65,8 +66,15 @@ class ModelLimits:
 
 class Intake:
     def __init__(
-        self, tokenizer: Tokenizer, limits: ModelLimits, served_name: str, aliases: Sequence[str] = ()
+        self,
+        tokenizer: Tokenizer,
+        limits: ModelLimits,
+        served_name: str,
+        aliases: Sequence[str] = (),
+        reasoning: ReasoningForm | None = None,
     ) -> None:
+        """`reasoning`: how chats tell it from the answer, None if they do not."""
+        self._reasoning = reasoning
         self._tokenizer = tokenizer
         self._limits = limits
         self.served_name = served_name
@@ -109,6 +117,7 @@ class Intake:
                 min_tokens=request.min_tokens or 0,
                 skip_special_tokens=request.skip_special_tokens,
                 eos_token_ids=() if request.ignore_eos else frozenset(self._limits.eos_token_ids),
+                reasoning=self._reasoning if chat else None,
                 discard=request.max_tokens == 0,
             ),
             logprobs=_logprobs(request) is not None,

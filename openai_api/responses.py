@@ -25,14 +25,18 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int = 0
     cached_tokens: int = 0
+    reasoning_tokens: int | None = None  # of the generated ones; None where reasoning is not told apart
 
     def json(self) -> dict[str, Any]:
-        return {
+        counts: dict[str, Any] = {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
+        if self.reasoning_tokens is not None:
+            counts["completion_tokens_details"] = {"reasoning_tokens": self.reasoning_tokens}
+        return counts
 
 
 @dataclasses.dataclass(slots=True)
@@ -46,9 +50,11 @@ class ChoiceResult:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     disaggregated_params: dict[str, Any] | None = None
+    reasoning: str = ""
 
     def add(self, delta: Delta) -> None:
         self.text += delta.text
+        self.reasoning += delta.reasoning
         self.token_ids += delta.token_ids
         self.entries += delta.entries
         self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
@@ -105,7 +111,8 @@ class ResponseWriter:
         content: dict[str, Any] = {"index": self._first_index + choice.index}
         entries: Sequence[TokenEntry] = choice.entries
         if self._job.chat:
-            content["message"] = {"role": "assistant", "content": choice.text}
+            reasoning = {"reasoning_content": choice.reasoning} if self._job.text.reasoning else {}
+            content["message"] = {"role": "assistant", "content": choice.text} | reasoning
         else:
             before, entries = self._echoed(entries, begins=True)
             content["text"] = before + choice.text
@@ -122,7 +129,7 @@ class ResponseWriter:
         """The event of one delta; None while there is no text yet, whose tokens then go out with the next event."""
         delta = self._merged(index, delta)
         first = index not in self._opened
-        has_text = delta.text or (first and (self._job.chat or self._echoes))
+        has_text = delta.text or delta.reasoning or (first and (self._job.chat or self._echoes))
         if not has_text and delta.finish_reason is None:
             self._pending[index] = delta
             return None
@@ -132,6 +139,8 @@ class ResponseWriter:
         if self._job.chat:
             role = {"role": "assistant"} if first else {}
             choice["delta"] = role | ({"content": delta.text} if delta.text or first else {})
+            if delta.reasoning:
+                choice["delta"]["reasoning_content"] = delta.reasoning
         else:
             before, entries = self._echoed(entries, begins=first)
             choice["text"] = before + delta.text

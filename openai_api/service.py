@@ -63,7 +63,10 @@ class Generation:
     @property
     def usage(self) -> Usage:
         tokens = sum(text.token_count for text in self.texts)
-        return Usage(self._usage.prompt_tokens, tokens, self._usage.cached_tokens)
+        reasoning = None
+        if self.job.text.reasoning is not None:
+            reasoning = sum(text.reasoning_count for text in self.texts)
+        return Usage(self._usage.prompt_tokens, tokens, self._usage.cached_tokens, reasoning)
 
     def take(self, output: Output) -> Delta | None:
         """The new part of the output's choice; None for a choice that has ended."""

@@ -27,6 +27,16 @@ class StreamOptions(msgspec.Struct):
     continuous_usage_stats: bool | None = None
 
 
+def _refuse_what_cannot_stream(fields: dict[str, Raw]) -> None:
+    """The context leg does not stream, so its worker cannot tell that these go with no stream."""
+    if bytes(fields.get("prompt_logprobs", _NULL)) != _NULL:
+        raise InvalidRequest("prompt_logprobs: not with stream: true", param="prompt_logprobs")
+    best_of = bytes(fields.get("best_of", _NULL))
+    choices = bytes(fields.get("n", _NULL))
+    if best_of not in (_NULL, b"1" if choices == _NULL else choices):
+        raise InvalidRequest("best_of: other than n is not possible with stream: true", param="best_of")
+
+
 class ClientBody:
     """A client's request. `token_ids`, once set, replace the text on both legs."""
 
@@ -54,6 +64,8 @@ class ClientBody:
         self.stream = stream == b"true"
         if stream != _NULL:
             self.stream_members = b'"stream":' + stream + b","
+        if self.stream:
+            _refuse_what_cannot_stream(fields)
         if options == _NULL:
             return
         if not self.stream:

@@ -49,6 +49,7 @@ def _no_effect(*names: str, **options: Any) -> Callable[[Command], Command]:
 @click.option("--report_addr", help="File to write host:port into once the socket is bound.")
 @click.option("--tokenizer", help="Model whose tokenizer and chat template are used.  [default: MODEL]")
 @click.option("--chat_template", help="Jinja chat template, or a file that holds one.  [default: the model's]")
+@click.option("--reasoning_parser", help="Tells reasoning from answers in chats: deepseek-r1 or qwen3.  [default: off]")
 @click.option("--max_batch_size", type=int, help="Requests in one engine step.")
 @click.option("--max_num_tokens", type=int, help="Tokens in one engine step.")
 @click.option("--max_seq_len", type=int, help="Tokens of prompt and answer together.  [default: the model's]")

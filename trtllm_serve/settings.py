@@ -58,6 +58,7 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     engine: EngineConfig
     cluster: ClusterSettings | None
     notes: list[str]
+    reasoning_parser: str | None = None  # of openai_api.reasoning.FORMS
     internal_request_auth_key: str | None = None  # shared with the router, which signs hand-off parameters with it
 
     @property
@@ -185,6 +186,7 @@ class _Reader:
         self._cluster: dict[str, Any] = {}
         self._unused: list[str] = []
         self._auth_key: str | None = None
+        self._answers: dict[str, Any] = {}
         self.notes: list[str] = []
 
     def read(self, model: str) -> WorkerSettings:
@@ -200,7 +202,9 @@ class _Reader:
         engine = EngineConfig(
             model=model, role=self._server.server_role, pool=pool, transfers=transfers, **self._engine
         )
-        return WorkerSettings(model, self._server, engine, cluster, self.notes, self._auth_key)
+        return WorkerSettings(
+            model, self._server, engine, cluster, self.notes, internal_request_auth_key=self._auth_key, **self._answers
+        )
 
     def _take(self, path: str, value: Any) -> None:
         block, _, name = path.rpartition(".")
@@ -220,6 +224,8 @@ class _Reader:
             self._problem(path, f"no such setting{_similar(path)}")
         elif path in keys.EFFECTIVE_IN_BLOCKS or (path in keys.BLOCKS and value is None):
             pass
+        elif path in keys.ANSWERS:
+            self._parse(path, value, keys.ANSWERS[path], self._answers, path)
         elif path == "internal_request_auth_key":
             if value is not None and (not isinstance(value, str) or not value):
                 self._problem(path, "must be text of at least 1 character")  # and is not shown
@@ -311,7 +317,7 @@ def _every_path() -> set[str]:
     inner = {f"{block}.{name}" for block, names in keys.BLOCKS.items() for name in names}
     store = {f"kv_connector_config.mooncake_store.{name}" for name in keys.STORE}
     cluster = {f"disagg_cluster.{name}" for name in keys.CLUSTER}
-    return {*keys.ENGINE, *keys.CHECKED, *keys.OPEN, *keys.BLOCKS, *inner, *store, *cluster}
+    return {*keys.ENGINE, *keys.ANSWERS, *keys.CHECKED, *keys.OPEN, *keys.BLOCKS, *inner, *store, *cluster}
 
 
 def _known(path: str) -> bool:

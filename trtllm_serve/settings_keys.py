@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from engine.mock_profile import MockProfile
+from openai_api.reasoning import FORMS
 
 Parser = Callable[[Any], Any]
 """Value to its typed form; ValueError says what is allowed."""
@@ -88,6 +89,9 @@ def only(supported: Any, reason: str) -> Parser:
 
     return parse
 
+
+ANSWERS: dict[str, Parser] = {"reasoning_parser": one_of(*FORMS)}
+"""Of the server rather than of its engine."""
 
 _UNITS = {"KiB": 10, "MiB": 20, "GiB": 30, "TiB": 40}
 
@@ -222,7 +226,7 @@ OPEN = frozenset({
     "moe_backend", "moe_cluster_parallel_size", "moe_tensor_parallel_size", "multimodal_config",
     "num_postprocess_workers", "nvfp4_gemm_config", "orchestrator_type", "otlp_traces_endpoint",
     "peft_cache_config", "perf_metrics_max_requests", "postprocess_tokenizer_dir", "print_iter_log",
-    "processor_kwargs", "pytorch_backend_config", "quant_config", "ray_placement_config", "reasoning_parser",
+    "processor_kwargs", "pytorch_backend_config", "quant_config", "ray_placement_config",
     "request_stats_max_iterations", "revision", "sampler_type",
     "skip_tokenizer_init", "sparse_attention_config", "stream_interval", "telemetry_config", "tokenizer",
     "tokenizer_mode", "tokenizer_revision", "torch_compile_config", "trust_remote_code", "use_cuda_graph",

@@ -149,6 +149,9 @@ class WorkerServer:
             fault_injection=settings.engine.fault_injection,
             endpoint=join_address(reachable_host(self._socket), bound_port(self._socket)),
             internal_request_auth_key=settings.internal_request_auth_key,
+            block_reuse=settings.engine.enable_block_reuse,
+            reasoning_parser=settings.reasoning_parser,
+            kept_lists=_kept_lists(settings.engine),
         )
         worker = Worker(engine, self._tokenizer, options)
         registration = self._registration()
@@ -278,3 +281,13 @@ def template_text(template: str) -> str:
     if "{" not in template and os.path.isfile(template):
         return Path(template).read_text("utf-8")
     return template
+
+
+def _kept_lists(engine: EngineConfig) -> tuple[str, ...]:
+    """What can be read over HTTP, of context_worker.drained.SETTINGS."""
+    kept = {
+        "iterations": engine.enable_iter_perf_stats,
+        "requests": engine.return_perf_metrics,
+        "cache_events": engine.event_buffer_max_size > 0,
+    }
+    return tuple(name for name, on in kept.items() if on)

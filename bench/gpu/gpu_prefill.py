@@ -2,8 +2,7 @@
 
 python bench/gpu/gpu_prefill.py
 
-Each variant of a prefill is one CUDA graph of the whole model: with kernels that overlap (pdl) or not, by SDPA backend
-and BLAS library.
+Each variant of a prefill is one CUDA graph of the whole model, by SDPA backend and BLAS library.
 """
 
 from __future__ import annotations
@@ -53,18 +52,16 @@ def prefill_variants(model: LlamaCuda, tokens: int) -> None:
     run = functools.partial(model.prefill, inputs, pool)
     expected = None
     flops = gpu_steps.prefill_flops([tokens], 0, model)
-    variants: list[tuple[str, bool, list[SDPBackend] | None, str]] = [
-        ("as it was", False, None, "cublas"),
-        ("pdl", True, None, "cublas"),
-        ("pdl, flash", True, [SDPBackend.FLASH_ATTENTION], "cublas"),
-        ("pdl, cudnn", True, [SDPBackend.CUDNN_ATTENTION], "cublas"),
-        ("pdl, cublaslt", True, None, "cublaslt"),
-        ("pdl, cudnn, cublaslt", True, [SDPBackend.CUDNN_ATTENTION], "cublaslt"),
-        ("as it was, again", False, None, "cublas"),
+    variants: list[tuple[str, list[SDPBackend] | None, str]] = [
+        ("as it is", None, "cublas"),
+        ("flash", [SDPBackend.FLASH_ATTENTION], "cublas"),
+        ("cudnn", [SDPBackend.CUDNN_ATTENTION], "cublas"),
+        ("cublaslt", None, "cublaslt"),
+        ("cudnn, cublaslt", [SDPBackend.CUDNN_ATTENTION], "cublaslt"),
+        ("as it is, again", None, "cublas"),
     ]
-    for name, pdl, backends, blas in variants:
+    for name, backends, blas in variants:
         try:
-            model.pdl = pdl
             with library(blas), sdpa_kernel(backends) if backends else contextlib.nullcontext():
                 got = run().float()
                 expected = got if expected is None else expected
@@ -74,8 +71,6 @@ def prefill_variants(model: LlamaCuda, tokens: int) -> None:
             say(f"prefill 1x{tokens}, {name}: {seconds * 1e3:.3f} ms, {rate:.0f} TFLOP/s, off {off:.1e}")
         except Exception as error:  # noqa: BLE001 - a variant that does not run is a result
             say(f"prefill 1x{tokens}, {name}: {type(error).__name__} {str(error)[:100]}")
-        finally:
-            model.pdl = True
 
 
 def products(model: LlamaCuda, rows: int) -> None:
@@ -112,7 +107,7 @@ def decode_prefetch(model: LlamaCuda, bandwidth: float) -> None:
     key = (Product.GATE_UP, 128)
     chosen = tiles.TILES[key]
     assert chosen is not None
-    for ahead in (256, 0, 1024, 256, 0):
+    for ahead in (256, 0, 256, 0):
         tiles.TILES[key] = dataclasses.replace(chosen, ahead=ahead)
         say(f"gate_up at 128 rows, {ahead} ahead:")
         gpu_steps.decode_table(model, bandwidth, batches=(128,))

@@ -63,11 +63,8 @@ def _rope_and_store_kernel(
     qkv_ptr, cos_ptr, sin_ptr, query_norm_ptr, key_norm_ptr, position_ptr, slot_ptr, turned_ptr, k_ptr, v_ptr,
     eps, page_stride, token_stride, head_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROT: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK_H: tl.constexpr, QK_NORM: tl.constexpr, FP8: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_H: tl.constexpr, QK_NORM: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     t = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     d = tl.arange(0, DIM)[None, :]
@@ -112,20 +109,17 @@ def rope_and_store(
     heads: Heads,
     query_norm: torch.Tensor | None = None,
     key_norm: torch.Tensor | None = None,
-    pdl: bool = False,
 ) -> torch.Tensor:
     """Rotates (and normalises) the heads of qkv [T, (heads + 2 kv_heads) * dim] at `positions` [T] int32: queries and
     keys to `turned` [T, (heads + kv_heads) * dim], K and V to `slots` [T] int32 of one layer of the pool (negative: not
     stored)."""
     total = heads.heads + 2 * heads.kv_heads
     block = min(16, triton.next_power_of_2(total))
-    extra = {"launch_pdl": True} if pdl else {}
     _rope_and_store_kernel[(qkv.shape[0], triton.cdiv(total, block))](
         qkv, heads.cos, heads.sin, qkv if query_norm is None else query_norm, qkv if key_norm is None else key_norm,
         positions, slots, turned, keys, values, heads.eps, keys.stride(0), keys.stride(1), keys.stride(2),
         HEADS=heads.heads, KV_HEADS=heads.kv_heads, DIM=heads.dim, ROT=heads.rotary_dim, PAGE=keys.shape[1],
-        BLOCK_H=block, QK_NORM=query_norm is not None, FP8=keys.dtype == torch.float8_e4m3fn, PDL=pdl,
-        num_warps=4, **extra,
+        BLOCK_H=block, QK_NORM=query_norm is not None, FP8=keys.dtype == torch.float8_e4m3fn, num_warps=4,
     )  # fmt: skip
     return turned
 

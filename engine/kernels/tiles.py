@@ -1,6 +1,6 @@
 """Which product of a decode step runs as our kernel, and cut up how: measured on an H200 with an 8B-shaped model.
 
-None stands for cuBLAS. `bench/engine_gpu.py --tune` measures the table again.
+None stands for cuBLAS. `bench/gpu/gpu_tune.py` measures the table again.
 """
 
 from __future__ import annotations

@@ -258,7 +258,7 @@ class LlamaCuda:
         fresh = inputs.fresh and keys_are_exact(pool, self.dtype)
         for index, layer in enumerate(self.layers):
             keys, values = pool.keys[index], pool.values[index]
-            qkv = F.linear(rms_norm(x, layer.attention_norm, shape.eps, normed, self.pdl), layer.qkv, layer.qkv_bias)
+            qkv = F.linear(rms_norm(x, layer.attention_norm, shape.eps, normed), layer.qkv, layer.qkv_bias)
             rope_and_store(
                 qkv,
                 inputs.positions,
@@ -269,7 +269,6 @@ class LlamaCuda:
                 self.heads_of[index],
                 layer.query_norm,
                 layer.key_norm,
-                self.pdl,
             )
             if fresh:
                 attended = self._attend_to_itself(turned, qkv)
@@ -279,8 +278,8 @@ class LlamaCuda:
                     heads, attended,
                 )  # fmt: skip
             _add_product(x, attended, layer.output, layer.output_bias)
-            both = F.linear(rms_norm(x, layer.mlp_norm, shape.eps, normed, self.pdl), layer.gate_up, layer.gate_up_bias)
-            _add_product(x, silu_mul(both, activated, self.pdl), layer.down, layer.down_bias)
+            both = F.linear(rms_norm(x, layer.mlp_norm, shape.eps, normed), layer.gate_up, layer.gate_up_bias)
+            _add_product(x, silu_mul(both, activated), layer.down, layer.down_bias)
         return x
 
     def _attend_to_itself(self, turned: torch.Tensor, qkv: torch.Tensor) -> torch.Tensor:

@@ -36,16 +36,24 @@ def layout_of(remote: RemoteMemory, pages: Pages) -> PoolLayout:
 def block_pieces(layout: PoolLayout, ids: Sequence[int], pages: Pages, blocks: Sequence[int]) -> list[Piece]:
     """Runs that are contiguous on both sides are one piece."""
     pieces: list[Piece] = []
-    size = layout.block_bytes
+    started = (-1, -1)  # numbers of the first blocks of a run, theirs and ours
+    length = 0
     for theirs, ours in zip(ids, blocks, strict=True):
         if not 0 <= theirs < layout.num_blocks:
             raise TransferError(f"block {theirs} of a pool of {layout.num_blocks}")
-        here, there = pages.offset(ours), layout.offset(theirs)
-        if pieces and pieces[-1][0] + pieces[-1][2] == here and pieces[-1][1] + pieces[-1][2] == there:
-            pieces[-1] = (*pieces[-1][:2], pieces[-1][2] + size)
-        else:
-            pieces.append((here, there, size))
+        if length and theirs - started[0] == length == ours - started[1]:
+            length += 1
+            continue
+        if length:
+            pieces.append(_piece(layout, pages, started, length))
+        started, length = (theirs, ours), 1
+    if length:
+        pieces.append(_piece(layout, pages, started, length))
     return pieces
+
+
+def _piece(layout: PoolLayout, pages: Pages, first: tuple[int, int], length: int) -> Piece:
+    return pages.offset(first[1]), layout.offset(first[0]), length * layout.block_bytes
 
 
 class Verification:

@@ -29,6 +29,7 @@ import numpy as np
 from kvstore.errors import StaleBlock, TransferError
 from kvstore.handoff import Handle, SharedMemory
 from kvstore.transceivers.base import OverCheck
+from kvstore.transceivers.copying import Copiers, copy_bytes
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +38,7 @@ _VERSION = 1
 _HEADER = struct.Struct("<8sIIQQ64s")  # magic, version, (zero), num_blocks, block_bytes, incarnation
 HEADER_SIZE = _HEADER.size
 TABLE_OFFSET = mmap.PAGESIZE
+_WORTH_SHARING = 4 * 1024 * 1024  # bytes of one read from which on a second thread helps to copy
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
@@ -159,7 +161,7 @@ class SharedPoolReader:
         self._path = path
         self._inode = inode
         self._mapping = mapping
-        self._bytes = np.frombuffer(mapping, dtype=np.uint8)
+        self._bytes = memoryview(mapping)
         self._generations = np.frombuffer(mapping, dtype=np.int64, count=layout.num_blocks, offset=mmap.PAGESIZE)
 
     @classmethod
@@ -181,7 +183,13 @@ class SharedPoolReader:
         finally:
             os.close(fd)
 
-    def read(self, block_ids: Sequence[int], generations: Sequence[int], into: Sequence[memoryview]) -> None:
+    def read(
+        self,
+        block_ids: Sequence[int],
+        generations: Sequence[int],
+        into: Sequence[memoryview],
+        copiers: Copiers | None = None,
+    ) -> None:
         """Copy whole blocks into buffers of `block_bytes` each, without the interpreter lock.
 
         StaleBlock when a block had another owner before or during the copy; then all of `into` is worthless.
@@ -194,8 +202,16 @@ class SharedPoolReader:
                 raise TransferError(f"block {block} of a pool of {self.num_blocks}")
             if buffer.nbytes != self.block_bytes:
                 raise TransferError(f"a buffer of {buffer.nbytes} bytes for a block of {self.block_bytes}")
-            start = self._layout.offset(block)
-            np.frombuffer(buffer, dtype=np.uint8)[:] = self._bytes[start : start + self.block_bytes]
+
+        def copy(i: int) -> None:
+            start = self._layout.offset(block_ids[i])
+            copy_bytes(into[i], self._bytes[start : start + self.block_bytes])
+
+        if copiers is None:
+            for i in range(len(block_ids)):
+                copy(i)
+        else:
+            copiers.each(copy, len(block_ids), self.block_bytes)
         for block, generation in zip(block_ids, generations, strict=True):
             current = int(self._generations[block])
             if current != generation:
@@ -311,6 +327,7 @@ class ShmTransceiver:
     def __init__(self, block: Callable[[int], memoryview]) -> None:
         self._block = block
         self._readers = ReaderCache()
+        self._copiers = Copiers(_WORTH_SHARING)
         self._host_id = host_id()
 
     def descriptor(self) -> None:
@@ -324,10 +341,11 @@ class ShmTransceiver:
     ) -> None:
         assert handle.shared_memory is not None
         with self._readers.reader(handle.shared_memory, handle.incarnation) as reader:
-            reader.read(ids, generations, [self._block(block) for block in blocks])
+            reader.read(ids, generations, [self._block(block) for block in blocks], self._copiers)
 
     def holding(self, open_offers: bool) -> None:
         pass
 
     def close(self) -> None:
+        self._copiers.close()
         self._readers.close()

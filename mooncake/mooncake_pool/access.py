@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
+from kvstore.transceivers.copying import Copiers
 from mooncake_pool import wire
 from mooncake_pool.blockstore import TRAILER_BYTES
 from mooncake_pool.client import Outcome
@@ -15,13 +14,12 @@ from mooncake_pool.link import AgentLink, Call, Lane
 from mooncake_pool.mapping import SegmentMaps
 
 _LANE_ROLES = {Lane.READ: ("both", "consumer"), Lane.WRITE: ("both", "producer")}
-_FIRST_KEYS = 16
+_FIRST_KEYS = {Lane.READ: 64, Lane.WRITE: 16}
 _GROWTH = 4
 """Keys of the first question; each next one has so many times more, up to the batch, and is asked while the blocks of
-the one before are copied."""
-_WORTH_SPLITTING = 1024 * 1024
+the one before are copied. To find a block takes a fraction of what it takes to make room for one."""
+_WORTH_SHARING = 1024 * 1024
 """Bytes that are worth a second thread."""
-_HELPERS = 2
 
 
 class Access:
@@ -38,7 +36,7 @@ class Access:
         self._changed = changed
         self._totals: Counter[str] = Counter()
         self._lock = threading.Lock()
-        self._helpers = ThreadPoolExecutor(_HELPERS, "pool-copy")
+        self._copiers = Copiers(_WORTH_SHARING)
 
     def usable(self, lane: Lane) -> AgentLink | None:
         """The agent, if the role has this lane, the pool is up and the lane is not busy with a call that was late."""
@@ -77,7 +75,7 @@ class Access:
 
         Ends early when there is no answer. `unused` gets a call whose answer nobody will look at.
         """
-        parts = _parts(len(keys), self.batch)
+        parts = _parts(len(keys), _FIRST_KEYS[lane], self.batch)
         waiting: tuple[AgentLink, Call, range] | None = None
         try:
             waiting = self._ask(lane, keys, next(parts, None), make)
@@ -95,32 +93,18 @@ class Access:
                 unused(link, call.number, list(keys[part.start : part.stop]))
 
     def in_two(self, work: Callable[[int], bool], count: int) -> list[bool]:
-        """`work` of 0 .. count-1, each on a block: by two threads when that is worth it.
-
-        Copying releases the interpreter lock, and one core alone does not fill the memory's bandwidth. Each takes the
-        next block, so that a helper whom a busy machine does not let run delays nobody.
-        """
+        """`work` of 0 .. count-1, each on a block: by two threads when that is worth it."""
         done = [False] * count
-        numbers = itertools.count()
 
-        def take() -> None:
-            while (i := next(numbers)) < count:
-                done[i] = work(i)
+        def note(i: int) -> None:
+            done[i] = work(i)
 
-        if count < 2 or count * self.block_bytes < _WORTH_SPLITTING:
-            take()
-            return done
-        helper = self._helpers.submit(take)
-        try:
-            take()
-        finally:
-            if not helper.cancel():
-                helper.result()
+        self._copiers.each(note, count, self.block_bytes)
         return done
 
     def close(self) -> None:
         self.maps.close()
-        self._helpers.shutdown()
+        self._copiers.close()
 
     def _ask(
         self,
@@ -137,8 +121,8 @@ class Access:
         return None if call is None else (link, call, part)
 
 
-def _parts(count: int, most: int) -> Iterator[range]:
-    start, size = 0, _FIRST_KEYS
+def _parts(count: int, first: int, most: int) -> Iterator[range]:
+    start, size = 0, first
     while start < count:
         stop = min(count, start + min(size, most))
         yield range(start, stop)

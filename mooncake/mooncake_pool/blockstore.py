@@ -11,17 +11,17 @@ from collections.abc import Sequence
 from typing import Protocol
 from urllib.parse import quote
 
-import numpy as np
 import xxhash
 
 from kvstore.hashing import KEY_BYTES
+from kvstore.transceivers.copying import copy_bytes
 
 TRAILER = struct.Struct("<8sQ16s16sQ8x")
 """magic, block length in bytes, block key, xxh3-128 of the block seeded by the scope, scope."""
 TRAILER_BYTES = TRAILER.size
 MAGIC = b"TDKVBLK1"
 
-_CACHED_BYTES = 1024 * 1024
+_CACHED_BYTES = 512 * 1024
 """Copied and hashed at a time: small enough to be in the cache still when it is hashed, and large enough to seldom wait
 for the interpreter lock."""
 
@@ -90,12 +90,11 @@ def read_value(value: memoryview, block: memoryview, key: bytes, scope: int) -> 
 
 def _copy_and_hash(target: memoryview, source: memoryview, scope: int) -> bytes:
     """Checksum of what `target` holds afterwards."""
-    into, out = np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8)
     checksum = xxhash.xxh3_128(seed=scope)
-    for start in range(0, len(into), _CACHED_BYTES):
-        part = into[start : start + _CACHED_BYTES]
-        np.copyto(part, out[start : start + _CACHED_BYTES])
-        checksum.update(part.data)
+    for start in range(0, len(target), _CACHED_BYTES):
+        part = target[start : start + _CACHED_BYTES]
+        copy_bytes(part, source[start : start + _CACHED_BYTES])
+        checksum.update(part)
     return checksum.digest()
 
 

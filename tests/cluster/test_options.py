@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from cluster_pair import Pair
-from cluster_rig import baseline
+from cluster_rig import Part, baseline
 from golden_requests import difference, random_body
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(280)]
@@ -47,6 +47,52 @@ def test_random_options(pair: Pair) -> None:
 
     def check(body: dict[str, Any]) -> str | None:
         found = difference(seen(post(pair.aggregated, body)), seen(post(pair.router, body)))
+        return found and f"{body}: {found}"
+
+    with ThreadPoolExecutor(8) as clients:
+        assert [found for found in clients.map(check, bodies) if found] == []
+    baseline(*pair.workers)
+
+
+@pytest.fixture(scope="module")
+def ahead(pair: Pair) -> Part:
+    """A router that has the generation worker make room before the context worker computes."""
+    return pair.cluster.router({"schedule_style": "generation_first"}, name="ahead").start()
+
+
+def streamed(part: Part, body: dict[str, Any]) -> Any:
+    """The events of a stream added up, in the shape of `seen`."""
+    request = body | {"stream": True, "stream_options": {"include_usage": True}}
+    response = httpx.post(part.url + "/v1/completions", json=request, timeout=60)
+    if response.status_code != 200:
+        return seen((response.status_code, response.json()))
+    lines = [line[6:] for line in response.text.splitlines() if line.startswith("data: ")]
+    assert lines.pop() == "[DONE]"
+    events = [json.loads(line) for line in lines]
+    choices: dict[int, dict[str, Any]] = {}
+    for new in (choice for event in events for choice in event["choices"]):
+        whole = choices.setdefault(new["index"], {"text": "", "token_ids": [], "logprobs": {}, "end": None})
+        assert whole["end"] is None, "nothing after the end"
+        whole["text"] += new["text"]
+        whole["token_ids"] += new["token_ids"]
+        for name, column in (new["logprobs"] or {}).items():
+            whole["logprobs"].setdefault(name, []).extend(column)
+        whole["end"] = new["finish_reason"] and [new["finish_reason"], new["stop_reason"]]
+    usage = {name: events[-1]["usage"][name] for name in ("prompt_tokens", "completion_tokens", "total_tokens")}
+    return {"choices": [choices[index] for index in sorted(choices)], "usage": usage}
+
+
+@pytest.mark.parametrize("style", ["context_first", "generation_first"])
+def test_random_options_of_either_style(pair: Pair, ahead: Part, style: str) -> None:
+    """C065: whole and streamed, whichever worker is asked first."""
+    router = ahead if style == "generation_first" else pair.router
+    rng = random.Random(f"{style}{pair.transport}")
+    bodies = [random_body(rng) | {"model": "tiny"} for _ in range(60)]
+
+    def check(body: dict[str, Any]) -> str | None:
+        found = difference(seen(post(pair.aggregated, body)), seen(post(router, body)))
+        body = {name: value for name, value in body.items() if name != "best_of"}  # it is refused in streams
+        found = found or difference(streamed(pair.aggregated, body), streamed(router, body))
         return found and f"{body}: {found}"
 
     with ThreadPoolExecutor(8) as clients:

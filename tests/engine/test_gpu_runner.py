@@ -121,6 +121,7 @@ def test_device_draws_equal_the_sampler_s(runner: Any, prompts: list[list[int]])
         )
     ]
     logits = runner.run([Chunk(prompts[1], 0, [0, 1, 2], True)])[[0] * len(specs)]
+    runner.fence().synchronize()
     on_host = logits.values.cpu()
     assert [each.token for each in runner.sample(logits, specs)] == [
         each.token for each in sampler.sample(on_host, specs)
@@ -130,19 +131,32 @@ def test_device_draws_equal_the_sampler_s(runner: Any, prompts: list[list[int]])
 def test_bad_logits_name_their_rows_and_spare_the_others(runner: Any, prompts: list[list[int]]) -> None:
     specs = [SampleSpec(temperature=0.0), SampleSpec(temperature=0.0)]
     logits = runner.run([Chunk(prompts[0], 0, [0, 1], True), Chunk(prompts[1], 0, [2, 3], True)])
+    runner.fence().synchronize()
     broken = dataclasses.replace(logits, greedy=None)
     best = int(logits.values[1].argmax())
     with torch.inference_mode():
         broken.values[0, 3] = torch.nan
+    torch.cuda.synchronize()
     with pytest.raises(BadLogits) as caught:
         runner.sample(broken, specs)
     assert caught.value.rows == [0]
     assert [each.token for each in runner.sample(broken[[1]], specs[:1])] == [best]
 
 
+def test_rows_are_taken_behind_the_step_that_computes_them(runner: Any, prompts: list[list[int]]) -> None:
+    chunks = [Chunk(prompts[0], 0, [0, 1], True), Chunk(prompts[1], 0, [2, 3], True)]
+    greedy = [SampleSpec(temperature=0.0)] * 2
+    expected = [each.token for each in runner.sample(runner.run(chunks), greedy)]
+    with torch.cuda.stream(runner.stream):
+        torch.cuda._sleep(100_000_000)  # clock cycles: the host is far ahead of the step
+    swapped = runner.run(chunks)[[1, 0]]
+    assert [each.token for each in runner.sample(swapped, greedy)] == expected[::-1]
+
+
 def test_prompt_scores_need_all_rows(runner: Any, tiny: Rig, prompts: list[list[int]]) -> None:
     prompt = prompts[0]
     logits = runner.run([Chunk(prompt, 0, [0, 1], True, wants_all=True)])
+    runner.fence().synchronize()
     assert logits.values.shape == (len(prompt), runner.vocab_size)
     on_cpu = tiny.runner().run([Chunk(prompt, 0, [0, 1], True, wants_all=True)])
     tolerance = 1e-3 if runner.model.dtype == torch.float32 else 0.2

@@ -11,11 +11,13 @@ from collections.abc import Callable, Iterator
 import pytest
 from played_agent import PlayedAgent
 
+from mooncake_pool import access as access_module
 from mooncake_pool import reading, wire
 from mooncake_pool.access import Access
 from mooncake_pool.blockstore import TRAILER_BYTES, read_value, write_value
 from mooncake_pool.client import Outcome, Place
 from mooncake_pool.lending import Lender, LentMemory
+from mooncake_pool.link import Lane
 from mooncake_pool.reading import Reader
 from mooncake_pool.writing import Writer
 
@@ -109,7 +111,8 @@ def put(rig: Rig, count: int, seconds: float = 5.0) -> Running:
 # ---------------------------------------------------------------- reading
 
 
-def test_the_second_part_is_asked_for_while_the_first_is_copied(rig: Rig) -> None:
+def test_the_second_part_is_asked_for_while_the_first_is_copied(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(access_module._FIRST_KEYS, Lane.READ, 16)
     for i in range(20):
         write_value(rig.value(i), block(i), key(i), 0)
     into = buffers(20)
@@ -267,7 +270,7 @@ def test_a_helper_that_does_not_get_to_run_delays_nobody() -> None:
     access = Access("both", 1 << 20, 64, lambda: None)
     release = threading.Event()
     for _ in range(2):
-        access._helpers.submit(release.wait, 5)
+        access._copiers._helpers.submit(release.wait, 5)
     caller = threading.current_thread().name
     names: list[str] = []
     assert access.in_two(lambda _: names.append(threading.current_thread().name) is None, 3) == [True] * 3

@@ -46,6 +46,9 @@ async def test_malformed_bodies_are_400_with_the_openai_object(path: str, body: 
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"stream": False, "stream_options": {"include_usage": True}}, "stream_options"),
         ({"stream": True, "stream_options": "all"}, "stream_options"),
+        ({"stream": True, "best_of": 3}, "best_of"),
+        ({"stream": True, "best_of": 3, "n": 2}, "best_of"),
+        ({"stream": True, "prompt_logprobs": 0}, "prompt_logprobs"),
         ({"stream": True, "stream_options": {"include_usage": "yes"}}, "stream_options"),
     ],
 )

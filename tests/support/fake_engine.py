@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 
 import msgspec
 
+from engine.feeds import Feeds
 from engine.messages import HandoffFetched, Output, Ready, Stats, Submit, Timing, TokenLogprob
 from kvstore.errors import InternalError, ServingError
 from kvstore.handoff import Handle, StartState
@@ -50,7 +51,7 @@ class FakeEngine:
         self.failure: tuple[int, ServingError] | None = None  # (outputs before it, what it is)
         self.events: asyncio.Queue[KvEvent] = asyncio.Queue()
         self.resident: list[bytes] = []
-        self.feeds: dict[str, list[bytes]] = {}
+        self.feeds = Feeds()
 
     async def submit(self, request: Submit) -> AsyncGenerator[Output, None]:
         self.submitted.append(request)
@@ -74,9 +75,6 @@ class FakeEngine:
 
     def release_handoff(self, handoff_id: int, incarnation: str | None = None) -> None:
         self.released.append((handoff_id, incarnation))
-
-    def drain(self, feed: str) -> list[bytes]:
-        return self.feeds.pop(feed, [])
 
     def set_delays(self, seconds: dict[str, float]) -> None:
         self.delays = seconds

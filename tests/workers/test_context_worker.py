@@ -12,6 +12,8 @@ from fake_engine import EOS, FINGERPRINT, FakeEngine, script
 from http_worker import TOKENIZER, chat, client_of, completion, make_app, served, until
 
 from context_worker.kv_events import EventStream
+from engine.feeds import MAX_RECORDS
+from engine.messages import Feed
 from kvstore.errors import HandoffRefused
 from kvstore.handoff import Handle
 from kvstore.protocol import KvEvent
@@ -241,13 +243,39 @@ async def test_prometheus() -> None:
 
 async def test_lists_are_drained_by_one_read() -> None:
     engine = FakeEngine(script([EOS]))
-    engine.feeds = {"iterations": [b'{"iter":4}', b'{"iter":5}'], "cache_events": [b'{"event_id":0}']}
+    engine.feeds.take(Feed("iterations", [b'{"iter":4}', b'{"iter":5}']))
+    engine.feeds.take(Feed("cache_events", [b'{"event_id":0}']))
     async with client_of(make_app(engine, "context")) as client:
         assert (await client.get("/metrics")).json() == [{"iter": 4}, {"iter": 5}]
         assert (await client.get("/metrics")).json() == []
         assert (await client.post("/kv_cache_events")).json() == [{"event_id": 0}]
         assert (await client.post("/kv_cache_events")).json() == []
         assert (await client.get("/perf_metrics")).json() == []
+
+
+async def test_lists_that_are_not_kept_say_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    """C155: an empty list, and one hint in the log which setting it needs."""
+    async with client_of(make_app(FakeEngine(script([EOS])), kept_lists=("requests",))) as client:
+        for _ in range(3):
+            assert (await client.get("/metrics")).text == "[]"
+            assert (await client.get("/perf_metrics")).text == "[]"
+    assert [record.getMessage() for record in caplog.records if "is off" in record.getMessage()] == [
+        "the list of iterations was read, and is always empty: enable_iter_perf_stats is off"
+    ]
+
+
+async def test_a_list_that_nobody_reads_is_bounded_and_says_what_it_dropped() -> None:
+    """C155: the oldest records go, counted; a scrape of the counters takes no record."""
+    engine = FakeEngine(script([EOS]))
+    for first in range(0, MAX_RECORDS + 500, 100):
+        engine.feeds.take(Feed("iterations", [b"%d" % number for number in range(first, first + 100)]))
+    async with client_of(make_app(engine)) as client:
+        text = (await client.get("/prometheus/metrics")).text
+        assert 'trtllm_disagg_records_dropped_total{list="iterations"} 500.0' in text
+        response = await client.get("/metrics")
+        assert response.headers["content-type"] == "application/json"
+        assert response.json() == list(range(500, MAX_RECORDS + 500))
+        assert (await client.get("/metrics")).json() == []
 
 
 async def test_times_of_requests_are_on_the_clock_of_the_router() -> None:
@@ -257,7 +285,7 @@ async def test_times_of_requests_are_on_the_clock_of_the_router() -> None:
         await client.post("/steady_clock_offset", json={"offset": -100.0})
         times = {"arrival_time": 250.0, "kv_cache_size": 5}
         record = {"request_id": engine.submitted[0].request_id, "perf_metrics": {"timing_metrics": times}}
-        engine.feeds["requests"] = [json.dumps(record).encode()]
+        engine.feeds.take(Feed("requests", [json.dumps(record).encode()]))
         (answer,) = (await client.get("/perf_metrics")).json()
         told = answer["perf_metrics"]["timing_metrics"]
         assert told["arrival_time"] == 150.0 and told["kv_cache_size"] == 5 and "server_arrival_time" in told
@@ -286,6 +314,13 @@ async def test_event_stream_over_a_socket() -> None:
         app.state.worker.stopping.set()
         with pytest.raises(StopAsyncIteration):
             await anext(lines)
+
+
+async def test_without_reuse_there_are_no_events_rather_than_none_ever() -> None:
+    """C110: a router that routes by them says so, instead of taking the cache for empty."""
+    async with client_of(make_app(FakeEngine(script([EOS])), block_reuse=False)) as client:
+        response = await client.get("/kv_events/stream")
+    assert response.status_code == 400 and "enable_block_reuse" in response.json()["error"]["message"]
 
 
 async def test_event_stream_keeps_alive_with_empty_batches() -> None:

@@ -353,3 +353,15 @@ def test_policies_that_are_not_there_are_refused_by_name(tmp_path: Path, key: st
         load(tmp_path, {"scheduler_config": {key: value}})
     [(path, message)] = caught.value.problems
     assert path == f"scheduler_config.{key}" and value in message and allowed in message
+
+
+def test_the_reasoning_parser_is_a_setting_of_file_and_flag(tmp_path: Path) -> None:
+    file = tmp_path / "worker.yaml"
+    file.write_text("reasoning_parser: qwen3\n")
+    assert load_settings("tiny").reasoning_parser is None
+    assert load_settings("tiny", config=str(file)).reasoning_parser == "qwen3"
+    assert load_settings("tiny", config=str(file), flags={"reasoning_parser": "deepseek-r1"}).reasoning_parser == (
+        "deepseek-r1"
+    )
+    with pytest.raises(SettingsError, match=r"reasoning_parser.*deepseek-r1, qwen3"):
+        load_settings("tiny", assignments=["reasoning_parser=thoughts"])
