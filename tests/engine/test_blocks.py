@@ -54,7 +54,7 @@ def test_blocks_without_a_key_become_free() -> None:
 
 
 def test_a_match_ends_at_the_first_gap() -> None:
-    """A block behind an evicted one is there, and of no use."""
+    """A block behind an evicted one is there, and of no use (C106)."""
     pool = BlockPool(3)
     first = cached(pool, KEYS[:1])
     rest = cached(pool, KEYS[1:3])

@@ -1,4 +1,4 @@
-"""The block store is a cache: whatever it does, answers are those of a worker without one."""
+"""The block store is a cache: whatever it does, answers are those of a worker without one (C134)."""
 
 from __future__ import annotations
 

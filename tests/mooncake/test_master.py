@@ -1,4 +1,5 @@
-"""The command `mooncake_master` as an operator starts it, with the real binary and with binaries that misbehave."""
+"""The command `mooncake_master` as an operator starts it, with the real binary and with binaries that misbehave
+(C143)."""
 
 from __future__ import annotations
 
