@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
-from kvstore.errors import InvalidRequest, ServingError
+from kvstore.errors import InvalidRequest, ServingError, openai_error_body
 from kvstore.protocol import RequestType, ScheduleStyle
 
 _FIELDS = msgspec.json.Decoder(dict[str, Raw])
@@ -312,6 +312,4 @@ def worker_message(body: bytes) -> str | None:
 
 
 def error_body(error: ServingError) -> bytes:
-    from kvstore.errors import openai_error_body
-
     return msgspec.json.encode(openai_error_body(error))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -66,6 +67,19 @@ def decode(worker: Part, body: dict[str, Any]) -> Reply:
     return complete(worker.url, body, timeout=60)
 
 
+@contextlib.contextmanager
+def cut_in_mid_transfer(trio: Trio, source: Part, target: Part, body: dict[str, Any]) -> Iterator[Future[Reply]]:
+    """`target`'s answer to a hand-off from `source`, whose cable is out inside the block."""
+    handed = prefill(source, body)
+    trio.hosts.slow_down(0, 2.0)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(decode, target, handed)
+        eventually(lambda: gauges(target)["requests_fetching"] == 1, 5, "the fetch has begun")
+        time.sleep(0.3)
+        with trio.hosts.cut(0):
+            yield answer
+
+
 def test_every_pair(trio: Trio) -> None:
     for seed, (source, target) in enumerate(itertools.permutations(trio.workers, 2)):
         body = body_of(seed, 150)
@@ -80,23 +94,17 @@ def test_a_cable_pulled_in_mid_transfer(trio: Trio) -> None:
     source, target, other = trio.workers
     body = body_of(100, 1200)
     reference = complete(other.url, body)
-    handed = prefill(source, body)
-    trio.hosts.slow_down(0, 2.0)
-    with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(decode, target, handed)
-        eventually(lambda: gauges(target)["requests_fetching"] == 1, 5, "the fetch has begun")
-        time.sleep(0.3)
-        with trio.hosts.cut(0):
-            begun = time.monotonic()
-            reply = answer.result(60)
-            assert (reply.status, reply.token_ids) == (200, reference.token_ids)
-            assert time.monotonic() - begun < 20
-            quarantined = gauges(target).get("kv_blocks_quarantined", 0)
-            if trio.backend == "MOONCAKE":
-                assert quarantined == 0, "the reading process is gone, and with it all that could write"
-            # The others go on meanwhile.
-            aside = body_of(101, 150)
-            assert decode(other, prefill(target, aside)).token_ids == complete(other.url, aside).token_ids
+    with cut_in_mid_transfer(trio, source, target, body) as answer:
+        begun = time.monotonic()
+        reply = answer.result(60)
+        assert (reply.status, reply.token_ids) == (200, reference.token_ids)
+        assert time.monotonic() - begun < 20
+        quarantined = gauges(target).get("kv_blocks_quarantined", 0)
+        if trio.backend == "MOONCAKE":
+            assert quarantined == 0, "the reading process is gone, and with it all that could write"
+        # The others go on meanwhile.
+        aside = body_of(101, 150)
+        assert decode(other, prefill(target, aside)).token_ids == complete(other.url, aside).token_ids
     trio.hosts.full_speed(0)
     baseline(*trio.workers, limit_s=40)
     again = body_of(102, 150)
@@ -111,13 +119,7 @@ def test_a_cable_that_stays_out(trio: Trio) -> None:
     source, target, other = trio.workers
     body = body_of(200, 1200)
     reference = complete(other.url, body)
-    handed = prefill(source, body)
-    trio.hosts.slow_down(0, 2.0)
-    with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(decode, target, handed)
-        eventually(lambda: gauges(target)["requests_fetching"] == 1, 5, "the fetch has begun")
-        time.sleep(0.3)
-        with trio.hosts.cut(0):
-            reply = answer.result(60)
-            assert (reply.status, reply.token_ids) == (200, reference.token_ids)
-            baseline(target, limit_s=60)
+    with cut_in_mid_transfer(trio, source, target, body) as answer:
+        reply = answer.result(60)
+        assert (reply.status, reply.token_ids) == (200, reference.token_ids)
+        baseline(target, limit_s=60)
